@@ -92,7 +92,7 @@ def measure(law: dict[str, Any], batch: int, repeats: int) -> float:
     target.surpluses = lambda asks: [(0.5, 7)] * len(asks)  # type: ignore[method-assign]
     q = make_rows(rng, LOOKAHEAD + 1)
     p = q + rng.normal(0, 0.4, q.shape).astype(np.float32)
-    streams = [RoundDraws(RandomStream(i), fresh=True) for i in range(batch)]
+    streams = [RoundDraws(RandomStream(i)) for i in range(batch)]
     none = np.zeros(batch * (LOOKAHEAD + 1), np.int64)
 
     def draft_asks(step: int) -> list[RowAsk]:

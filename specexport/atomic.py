@@ -1,7 +1,8 @@
 """Folders and files that appear complete or not at all.
 
-They are written under a temporary name beside their place, ``.NAME.tmp-PID``, and renamed at the end. What a killed
-process leaves behind is removed by the next build. Imports the standard library and the error tree only.
+They are written under a temporary name beside their place, ``.NAME.tmp-MARK``, and renamed at the end. A lock on
+``.NAME.lock-MARK`` tells what a killed process left behind, which the next build removes, also where the writer ran in
+another container. Imports the standard library, the error tree and the runtime's locks only.
 """
 
 import contextlib
@@ -9,20 +10,17 @@ import errno
 import json
 import os
 import re
+import resource
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from specexport_runtime.errors import OutputExistsError, UserInputError
+from specexport_runtime.bundle.held import held, take_lock
+from specexport_runtime.errors import OutputExistsError, UserInputError, write_fault
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLONE_FILE = 0x40049409  # Linux ioctl FICLONE: share the blocks until one side is written
-
-
-def temporary_name(path: Path) -> Path:
-    """Where this process writes what will become ``path``."""
-    return path.parent / f".{path.name}.tmp-{os.getpid()}"
 
 
 def place_behind_links(path: Path) -> Path:
@@ -34,43 +32,55 @@ def place_behind_links(path: Path) -> Path:
     return place
 
 
-def _old_name(path: Path) -> Path:
-    """Where this process puts the ``path`` that it replaces, until the new one is in place."""
-    return path.parent / f".{path.name}.old-{os.getpid()}"
+class _Names(NamedTuple):
+    """What lies beside a folder while it is written: names that end in one random mark."""
+
+    tmp: Path  # what will become the folder
+    old: Path  # the folder that it replaces, until it is in place
+    lock: Path  # locked as long as its writer lives
+
+
+def _names(path: Path, mark: str) -> _Names:
+    return _Names(*(path.with_name(f".{path.name}.{kind}-{mark}") for kind in _Names._fields))
 
 
 def remove_leftovers(path: Path) -> list[Path]:
-    """Remove the temporary folders of ``path`` whose process is gone; a missing ``path`` gets its old folder back."""
-    pattern = re.compile(re.escape(f".{path.name}.") + r"(tmp|old)-(\d+)")
+    """Remove what writers of ``path`` left who are gone; a missing ``path`` gets its old folder back."""
+    pattern = re.compile(re.escape(f".{path.name}.") + r"(?:tmp|old|lock)-([0-9a-f]+)")
+    matches = [pattern.fullmatch(each.name) for each in path.parent.iterdir()]
     removed = []
-    for folder in sorted(path.parent.glob(f".{glob_escape(path.name)}.*-*")):
-        match = pattern.fullmatch(folder.name)
-        if match is None or _is_alive(int(match[2])):
-            continue
-        if match[1] == "old" and not path.exists():
-            os.rename(folder, path)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
+    for names in [_names(path, mark) for mark in sorted({match[1] for match in matches if match})]:
+        with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):  # others clear away as well
+            if names.lock.exists():
+                lock = stack.enter_context(names.lock.open("r+b"))
+                if take_lock(lock.fileno(), alone=True) is not True:
+                    continue
+            if names.old.exists() and not path.exists():
+                os.rename(names.old, path)
+            for folder in (names.tmp, names.old):
+                if folder.exists():
+                    shutil.rmtree(folder, ignore_errors=True)
+                    removed.append(folder)
+            names.lock.unlink()
     return removed
 
 
-def glob_escape(name: str) -> str:
-    """``name`` with the wildcard characters of glob patterns made literal."""
-    return re.sub(r"([*?\[])", r"[\1]", name)
-
-
-def _is_alive(pid: int) -> bool:
-    # Our own number on a leftover is that of an earlier process (numbers are reused, quickly so in containers).
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+@contextlib.contextmanager
+def _new_names(path: Path) -> Iterator[_Names]:
+    """Names that no writer has, locked within the block; nothing has them afterwards."""
+    while True:
+        names = _names(path, secrets.token_hex(4))
+        with names.lock.open("xb") as lock:
+            try:
+                # Before it was locked others may have taken it for a leftover.
+                if take_lock(lock.fileno(), alone=True) is not False and names.lock.exists():
+                    yield names
+                    return
+            finally:
+                shutil.rmtree(names.tmp, ignore_errors=True)
+                if path.exists():  # else the old one is all there is
+                    shutil.rmtree(names.old, ignore_errors=True)
+                names.lock.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -78,70 +88,68 @@ def new_folder(path: Path, *, replace: bool = False, sync: bool = True) -> Itera
     """An empty temporary folder that becomes ``path`` when the block ends, and vanishes when it raises.
 
     If ``path`` is a link, the link stays and leads to the folder. With ``replace`` an existing ``path`` is renamed
-    away, and deleted once the new folder is in place. With ``sync`` the files are flushed to the disk before that.
+    away once nobody loads it, and deleted when the new folder is in place. With ``sync`` the files are flushed to the
+    disk before that.
 
-    UserInputError: the folder cannot be made, or the disk is full (names the written and the free bytes).
+    UserInputError: the folder cannot be made or written; of a full disk it names the written and the free bytes.
     OutputExistsError: ``path`` is in use by the time the block ends.
     """
     path = place_behind_links(path) if path.is_symlink() else path
-    temporary = temporary_name(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(path)
-    except OSError as error:
-        raise _refused(error, path) from error
-    try:
+    with contextlib.ExitStack() as stack:
         try:
-            temporary.mkdir()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(path)
+            names = stack.enter_context(_new_names(path))
+            names.tmp.mkdir()
         except OSError as error:
             raise _refused(error, path) from error
-        yield temporary
-        if sync:
-            sync_tree(temporary)
-        _put_in_place(temporary, path, replace=replace)
-    except OSError as error:
-        if error.errno not in _DISK_FULL:
-            raise
-        raise _disk_full(path, tree_size(temporary)) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if path.exists():  # else the old one is all there is
-            shutil.rmtree(_old_name(path), ignore_errors=True)
-
-
-def _put_in_place(temporary: Path, path: Path, *, replace: bool) -> None:
-    if replace and path.exists():
-        old = _old_name(path)
         try:
-            os.rename(path, old)
-            os.rename(temporary, path)
-        finally:
-            if not path.exists():  # an error, or Ctrl-C
-                os.rename(old, path)
-    else:
-        try:
-            os.rename(temporary, path)
+            yield names.tmp
+            if sync:
+                sync_tree(names.tmp)
+            _put_in_place(names, path, replace=replace)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            if error.errno is None and str(error).endswith(" written"):  # numpy says how much of an array, and not why
+                limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+                error.errno = errno.EFBIG if 0 <= limit < free_space(path) else errno.ENOSPC
+            if write_fault(error) is None:
                 raise
-            raise OutputExistsError(
-                f"{path} has appeared while it was being built.", "see what is in it, then build again."
-            ) from error
+            raise _refused(error, path, tree_size(names.tmp)) from error
+
+
+def _put_in_place(names: _Names, path: Path, *, replace: bool) -> None:
+    while True:
+        with held(path, alone=True):
+            try:
+                if replace and path.exists():
+                    os.rename(path, names.old)
+                os.rename(names.tmp, path)
+                break
+            except OSError as error:
+                taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+                if taken and not replace:
+                    raise OutputExistsError(
+                        f"{path} has appeared while it was being built.", "see what is in it, then build again."
+                    ) from error
+                # Another replacement may have come between where nothing can be held.
+                if not (taken or error.errno == errno.ENOENT) or not names.tmp.exists():
+                    raise
+            finally:
+                if not path.exists() and names.old.exists():  # an error, or Ctrl-C
+                    os.rename(names.old, path)
+        shutil.rmtree(names.old, ignore_errors=True)
     _sync_folder(path.parent)
 
 
-def _refused(error: OSError, path: Path) -> UserInputError:
-    if error.errno in _DISK_FULL:
-        return _disk_full(path, 0)
-    return UserInputError(f"{path} cannot be written ({error.strerror}).", "choose another folder with -o.")
-
-
-def _disk_full(path: Path, wrote: int) -> UserInputError:
-    free = format_bytes(free_space(path))
-    return UserInputError(
-        f"the disk of {path} is full: it needs more than the {format_bytes(wrote)} written so far, {free} are free.",
-        "free some space, or choose another disk with -o.",
-    )
+def _refused(error: OSError, path: Path, wrote: int = 0) -> UserInputError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = format_bytes(free_space(path))
+        return UserInputError(
+            f"the disk of {path} is full: it needs more than {format_bytes(wrote)} written so far, {free} are free.",
+            "free some space, or choose another disk with -o.",
+        )
+    said, fix = write_fault(error) or (error.strerror, "choose another folder with -o.")
+    return UserInputError(f"{path} cannot be written ({said}).", fix)
 
 
 def require_space(path: Path, needed: int) -> None:
@@ -211,9 +219,9 @@ def check_writable(path: Path) -> None:
         raise UserInputError(f"{path} cannot be written: its folder is missing or closed.", "choose another place.")
 
 
-def write_file(path: Path, write: Callable[[Path], None]) -> None:
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file by ``write``, which gets a temporary path that ends like ``path``; UserInputError if that fails."""
-    temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
+    temporary = path.with_name(f".{path.stem}.tmp-{secrets.token_hex(4)}{path.suffix}")
     try:
         write(temporary)
         os.replace(temporary, path)
@@ -226,11 +234,7 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
     """Write a UTF-8 text file in one step; UserInputError if it cannot be written."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8", errors=errors)
-
-    write_file(path, write)
+    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8", errors=errors))
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -31,8 +31,13 @@ class Mutant(NamedTuple):
 MUTANTS = {
     "accept: a refusal is answered from the target, not from the residual": Mutant(
         "sampling/accept.py", "accept sampling_exact",
-        "rest = normalised(target, surplus(target, draft, drafted[j]))",
+        'rest = normalised(target, surplus(target, cast("Sequence[Law]", draft_distributions)[j]))',
         "rest = target",
+    ),
+    "accept: a copy is accepted by another number than plain decoding's": Mutant(
+        "sampling/accept.py", "same_seed",
+        "drawn = sample_token(target, draws(j).resample)",
+        "drawn = sample_token(target, draws(j).accept)",
     ),
     "accept: one number serves both draws": Mutant(
         "sampling/accept.py", "sampling_exact",

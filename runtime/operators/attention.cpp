@@ -34,16 +34,15 @@ Status* make(const KernelInfo* info, void** kernel) {
   REQUIRE(made, "out of memory");
   *kernel = made;
   char rotary[16];
-  TRY(attribute(info, "num_heads", made->heads));
-  TRY(attribute(info, "kv_num_heads", made->kv_heads));
-  TRY(attribute(info, "window", made->window));
-  TRY(attribute(info, "causal", made->causal));
-  TRY(attribute(info, "packed", made->packed));
+  TRY(attribute(info, "num_heads", 1, kMostHeads, made->heads));
+  TRY(attribute(info, "kv_num_heads", 1, kMostHeads, made->kv_heads));
+  TRY(attribute(info, "window", -1, kMostSize, made->window));
+  TRY(attribute(info, "causal", 0, 1, made->causal));
+  TRY(attribute(info, "packed", 0, 1, made->packed));
   TRY(attribute(info, "scale", made->scale));
   TRY(attribute(info, "softcap", made->softcap));
   TRY(attribute(info, "rotary", rotary, sizeof rotary));
-  REQUIRE(made->heads > 0 && made->kv_heads > 0 && made->heads % made->kv_heads == 0,
-          "UnpaddedAttention: num_heads is no multiple of kv_num_heads");
+  REQUIRE(made->heads % made->kv_heads == 0, "UnpaddedAttention: num_heads is no multiple of kv_num_heads");
   made->rotary = !strcmp(rotary, "half") ? kHalf : !strcmp(rotary, "interleaved") ? kInterleaved : kNone;
   REQUIRE(made->rotary != kNone || !*rotary, "UnpaddedAttention: rotary is \"\", \"half\" or \"interleaved\"");
   return nullptr;
@@ -238,14 +237,15 @@ Status* check(Step& step) {
           "caches are [rows, 1, heads, entries, head size], of float or int8");
   step.rows = keys.dims[0], step.entries = keys.dims[3], step.k_dim = keys.dims[4], step.v_dim = values.dims[4];
   step.int8 = keys.type == ort::kInt8;
-  REQUIRE(keys.dims[1] == 1 && keys.dims[2] == kind.kv_heads && step.k_dim > 0 && step.v_dim > 0 &&
-              !memcmp(keys.dims, values.dims, 4 * sizeof(int64_t)),
+  REQUIRE(keys.dims[1] == 1 && keys.dims[2] == kind.kv_heads && step.k_dim > 0 && step.k_dim <= kMostHeadSize &&
+              step.v_dim > 0 && step.v_dim <= kMostHeadSize && !memcmp(keys.dims, values.dims, 4 * sizeof(int64_t)),
           "the caches' shapes do not fit");
   step.v_pad = (step.v_dim + 15) / 16 * 16, step.group = kind.heads / kind.kv_heads;
   const int64_t k_width = kind.kv_heads * step.k_dim, v_width = kind.kv_heads * step.v_dim;
   step.q_stride = kind.heads * step.k_dim + (kind.packed ? k_width + v_width : 0);
   REQUIRE(q.rank >= 1 && q.dims[q.rank - 1] == step.q_stride, "queries are not as wide as the heads are");
   step.tokens = q.count() / step.q_stride;
+  REQUIRE(step.tokens <= kMostSize, "there are more tokens than a step can have");
   step.appends = kind.packed || !in[kK].absent;
   REQUIRE(step.appends ? kind.packed ? in[kK].absent && in[kV].absent : !in[kV].absent : in[kV].absent,
           "keys and values are given both, or packed with the queries, or neither is");
@@ -406,10 +406,9 @@ Status* run(const void* kernel, KernelContext* context) {
   const AttentionKernels& kernels = kernels_here();
   const int64_t whole = step.num_blocks * kv_heads;
   const int64_t size = state_size(least(tokens, step.tokens) * step.group, step.v_pad);
-  const int64_t bytes = step.parts * kv_heads * size * sizeof(float) + 64 + whole * sizeof(int);
-  const bool together = whole >= kEnough || step.longest == 1 || bytes > kMostBytes;
+  const bool together = whole >= kEnough || step.longest == 1 || step.parts * kv_heads > kMostBytes / (size * 4);
   if (!together) {
-    step.states = static_cast<float*>(scratch(bytes, 2));
+    step.states = static_cast<float*>(scratch(step.parts * kv_heads * size * sizeof(float) + whole * sizeof(int), 2));
     REQUIRE(step.states, "out of memory");
     step.left = reinterpret_cast<int*>(step.states + step.parts * kv_heads * size);
     for (int64_t i = 0; i < whole; i++) step.left[i] = parts_of(step.blocks[i / kv_heads]);

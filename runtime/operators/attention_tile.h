@@ -8,6 +8,7 @@ namespace specexport {
 namespace {
 typedef float V __attribute__((vector_size(LANES * 4)));
 typedef int32_t I __attribute__((vector_size(LANES * 4)));
+typedef uint32_t U __attribute__((vector_size(LANES * 4)));  // where what is not used may wrap
 typedef int8_t B __attribute__((vector_size(LANES)));
 typedef float Loose __attribute__((vector_size(LANES * 4), aligned(4), may_alias));  // anywhere in memory
 typedef int8_t LooseB __attribute__((vector_size(LANES), aligned(1), may_alias));
@@ -69,7 +70,7 @@ INLINE V exp_of(V x) {
   y = FMA(y, r, all(1.6666665459e-1f));
   y = FMA(y, r, all(5.0000001201e-1f));
   y = FMA(y, r * r, r) + all(1.0f);
-  const I power = ((I)turned - (I)magic + 127) << 23;
+  const U power = ((U)turned - (U)magic + 127) << 23;
   return x < all(-87.0f) ? V{} : y * (V)power;
 }
 INLINE float exp_of(float x) { return exp_of(all(x))[0]; }
@@ -190,7 +191,7 @@ INLINE float weigh(const Queries& given, const Tile& tile, int64_t query, float*
     x[i] = load(scores + i * LANES);
     if (given.softcap > 0) x[i] = capped(x[i], given.softcap);
     if (given.slopes) {
-      I gap = numbers + int32_t(tile.start + i * LANES - given.at[token]);
+      I gap = numbers + (given.entry_at ? 0 : int32_t(tile.start + i * LANES - given.at[token]));
       if (given.entry_at)
         for (int lane = 0; lane < LANES; lane++)
           if (seen >> (i * LANES + lane) & 1)

@@ -59,8 +59,6 @@ void look_up(const Layout& layout, const uint8_t* tile, int column, float* out) 
   }
 }
 
-Status* error(const char* text) { return api.CreateStatus(ort::kInvalidArgument, text); }
-
 Status* run(const void* kernel, KernelContext* context) {
   const Weight& weight = *static_cast<const Weight*>(kernel);
   const Layout& layout = weight.layout;
@@ -76,10 +74,7 @@ Status* run(const void* kernel, KernelContext* context) {
   for (int64_t i = 0; i < count; i++) {
     const long long id = ids.as<int64_t>()[i];
     if (id >= 0 && id < layout.N) continue;
-    char text[128];
-    snprintf(text, sizeof text, "specexport: id %lld is outside the table, which has %lld rows", id,
-             (long long)layout.N);
-    return error(text);
+    return refuse("id %lld is outside the table, which has %lld rows", id, (long long)layout.N);
   }
   void* out;
   TRY(output(context, 0, dims, ids.rank + 1, &out));
@@ -96,12 +91,7 @@ Status* run(const void* kernel, KernelContext* context) {
 
 Status* make_layout(const char* name, int64_t n, int64_t k, Layout& layout) {
   Format format;
-  if (!find_format(name, format)) {
-    char text[128];
-    snprintf(text, sizeof text, "specexport: there is no block format '%s'", name);
-    return error(text);
-  }
-  REQUIRE(n >= 0 && k >= 0 && n < 1ll << 31 && k < 1ll << 31, "N and K of a packed weight must be 0 or more");
+  if (!find_format(name, format)) return refuse("there is no block format '%s'", name);
   layout.make(format, n, k);
   return nullptr;
 }
@@ -112,8 +102,8 @@ Status* make_weight(const KernelInfo* info, void** kernel) {
   *kernel = weight;
   int64_t n, k;
   TRY(attribute(info, "format", weight->format, sizeof weight->format));
-  TRY(attribute(info, "N", n));
-  TRY(attribute(info, "K", k));
+  TRY(attribute(info, "N", 0, kMostSize, n));
+  TRY(attribute(info, "K", 0, kMostSize, k));
   TRY(make_layout(weight->format, n, k, weight->layout));
   Tensor packed;
   TRY(constant(info, 1, packed));
@@ -129,12 +119,12 @@ Status* check(const Weight& weight, const Tensor& packed) {
 
 Status* bad_shape(const char* what, const Tensor& tensor, const char* wanted, long long a, long long b) {
   char text[384];
-  int at = snprintf(text, sizeof text, "specexport: %s has the shape [", what);
+  int at = snprintf(text, sizeof text, "%s has the shape [", what);
   for (size_t i = 0; i < tensor.rank; i++)
     at += snprintf(text + at, sizeof text - at, i ? ", %lld" : "%lld", (long long)tensor.dims[i]);
   at += snprintf(text + at, sizeof text - at, "], which must be ");
   snprintf(text + at, sizeof text - at, wanted, a, b);
-  return error(text);
+  return refuse("%s", text);
 }
 
 void define_block_embedding(Operator& op) {

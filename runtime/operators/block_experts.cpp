@@ -2,8 +2,6 @@
 //
 // Pairs of a token and an expert are sorted by expert, so that an expert's weights are read once for all of its tokens.
 // A pair is a row of the products, whose bits know no other row; a token's pairs are added up in the order of its list.
-#include <stdio.h>
-
 #include "block_weight.h"
 #include "gating.h"
 #include "linear.h"
@@ -12,6 +10,7 @@ namespace specexport {
 namespace {
 constexpr size_t kPartBytes = 64 << 10, kMostParts = 32;
 constexpr size_t kMostBytes = 64 << 20;  // of activations at a time: long prompts are worked on in pieces
+constexpr int64_t kMostExperts = 1 << 20;
 
 struct Experts {
   int64_t count, H;
@@ -202,15 +201,14 @@ Status* run(const void* kernel, KernelContext* context) {
   TRY(read(context, 5, "down", "down_bias", experts.count, last));
   if (x.rank != 2 || x.dims[1] != experts.H) return bad_shape("x", x, "[..., %lld]", (long long)experts.H);
   const int64_t tokens = x.dims[0], per_token = ids.rank == 2 ? ids.dims[1] : 0;
+  REQUIRE(per_token <= kMostExperts, "a token has too many experts");
   TRY(check("expert_ids", ids, tokens, per_token));
   TRY(check("expert_weights", shares, tokens, per_token));
   for (int64_t pair = 0; pair < tokens * per_token; pair++) {
     const long long id = ids.as<int64_t>()[pair];
     if (id >= 0 && id < experts.count) continue;
-    char text[128];
-    snprintf(text, sizeof text, "specexport: token %lld has the expert %lld, and there are %lld",
-             (long long)(pair / per_token), id, (long long)experts.count);
-    return api.CreateStatus(ort::kInvalidArgument, text);
+    return refuse("token %lld has the expert %lld, and there are %lld", (long long)(pair / per_token), id,
+                  (long long)experts.count);
   }
   void* out;
   TRY(output(context, 0, x.dims, 2, &out));
@@ -230,12 +228,11 @@ Status* make(const KernelInfo* info, void** kernel) {
   REQUIRE(experts, "out of memory");
   *kernel = experts;
   char formats[2][48];
-  TRY(attribute(info, "E", experts->count));
-  TRY(attribute(info, "H", experts->H));
+  TRY(attribute(info, "E", 1, kMostExperts, experts->count));
+  TRY(attribute(info, "H", 1, kMostSize, experts->H));
   TRY(attribute(info, "gate_up_format", formats[0], sizeof formats[0]));
   TRY(attribute(info, "down_format", formats[1], sizeof formats[1]));
   TRY(make_gating(info, experts->gating));
-  REQUIRE(experts->count >= 1 && experts->count < 1 << 20 && experts->H >= 1, "E must be from 1 to 2^20, H 1 or more");
   TRY(make_layout(formats[0], experts->gating.inputs(), experts->H, experts->gate_up));
   return make_layout(formats[1], experts->H, experts->gating.width, experts->down);
 }

@@ -12,14 +12,11 @@ struct Gating {
   int64_t inputs() const { return order == kEach ? width : 2 * width; }
 };
 inline Status* make_gating(const KernelInfo* info, Gating& gating) {
-  TRY(attribute(info, "I", gating.width));
-  TRY(attribute(info, "interleaved", gating.order));
+  TRY(attribute(info, "I", 1, kMostSize / 2, gating.width));
+  TRY(attribute(info, "interleaved", kGatesFirst, kEach, gating.order));
   TRY(attribute(info, "alpha", gating.alpha));
   TRY(attribute(info, "beta", gating.beta));
-  TRY(attribute(info, "limit", gating.limit));
-  REQUIRE(gating.width >= 1, "I must be 1 or more");
-  REQUIRE(gating.order >= kGatesFirst && gating.order <= kEach, "interleaved must be 0, 1 or 2");
-  return nullptr;
+  return attribute(info, "limit", gating.limit);
 }
 
 // e^x for x <= 0, to 2 units in the last place; below -87 it is 0, and NaN stays NaN. No fma: compilers may take any

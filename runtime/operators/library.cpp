@@ -2,6 +2,16 @@
 #include "cpu.h"
 #include "operator.h"
 
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#if defined(_WIN32)
+extern "C" __declspec(dllimport) unsigned long __stdcall FlsAlloc(void(__stdcall*)(void*));
+extern "C" __declspec(dllimport) int __stdcall FlsSetValue(unsigned long, void*);
+#else
+#include <pthread.h>
+#endif
+
 namespace specexport {
 ort::Api api;
 
@@ -12,28 +22,53 @@ constexpr void (*kDefinitions[])(Operator&) = {define_block_linear, define_block
 constexpr size_t kCount = sizeof kDefinitions / sizeof *kDefinitions;
 Operator operators[kCount];
 
-thread_local void* scratch_data[kScratchSlots];  // a thread that ends loses them: a destructor would need the C++ runtime
-thread_local size_t scratch_size[kScratchSlots];
+// What sessions read is written once, before the first of them is opened: others may run while one registers.
+bool registering;
+ort::Domain* domain;  // of all sessions: never released
+
+// The buffers of a thread. A destructor of theirs would need the C++ runtime, so the system calls for them at its end.
+struct Buffers {
+  void* data[kScratchSlots];
+  size_t size[kScratchSlots];
+};
+thread_local Buffers* buffers;
+
+void ORT_CALL release(void* given) {
+  for (void* data : static_cast<Buffers*>(given)->data) free(data);
+  free(given);
+}
+#if defined(_WIN32)
+unsigned long key = FlsAlloc(release);
+bool at_end(Buffers* given) { return FlsSetValue(key, given); }
+#else
+pthread_key_t key;
+const bool has_key = !pthread_key_create(&key, release);
+bool at_end(Buffers* given) { return has_key && !pthread_setspecific(key, given); }
+#endif
 
 Status* read(const ort::Value* value, Tensor& tensor) {
   tensor.absent = value == nullptr;
   if (tensor.absent) return nullptr;
   TRY(api.GetMutableData(const_cast<ort::Value*>(value), &tensor.data));
+  const int64_t* dims = tensor.dims;
   if (api.GetShapeReference) {
-    const int64_t* dims;
     TRY(api.GetShapeReference(value, &tensor.type, &dims, &tensor.rank));
-    REQUIRE(tensor.rank <= kMaxRank, "a tensor has more than 8 dimensions");
-    for (size_t i = 0; i < tensor.rank; i++) tensor.dims[i] = dims[i];
-    return nullptr;
+  } else {
+    ort::TypeInfo* info;
+    TRY(api.GetTypeAndShape(value, &info));
+    Status* status = api.GetRank(info, &tensor.rank);
+    if (!status) status = api.GetElementType(info, &tensor.type);
+    if (!status && tensor.rank <= kMaxRank) status = api.GetDims(info, tensor.dims, tensor.rank);
+    api.ReleaseTypeInfo(info);
+    TRY(status);
   }
-  ort::TypeInfo* info;
-  TRY(api.GetTypeAndShape(value, &info));
-  Status* status = api.GetRank(info, &tensor.rank);
-  if (!status) status = api.GetElementType(info, &tensor.type);
-  if (!status && tensor.rank <= kMaxRank) status = api.GetDims(info, tensor.dims, tensor.rank);
-  api.ReleaseTypeInfo(info);
-  TRY(status);
   REQUIRE(tensor.rank <= kMaxRank, "a tensor has more than 8 dimensions");
+  int64_t product = 1;  // sizes are multiplied with others and with attributes, those of empty tensors too
+  for (size_t i = 0; i < tensor.rank; i++) {
+    const bool is_over = dims[i] < 0 || __builtin_mul_overflow(product, dims[i] ? dims[i] : 1, &product);
+    REQUIRE(!is_over && product < 1ll << 48, "a tensor has 2^48 elements or more");
+    tensor.dims[i] = dims[i];
+  }
   return nullptr;
 }
 
@@ -63,7 +98,6 @@ void fill(Operator& op) {
   op.GetVariadicOutputMinArity = [](const ort::CustomOp*) { return 1; };
   op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 0; };
   op.CreateKernelV2 = [](const ort::CustomOp* o, ort::Table, const KernelInfo* info, void** out) -> Status* {
-    REQUIRE(self(o)->make && self(o)->run, "this operator is not there yet");
     auto* instance = static_cast<Instance*>(calloc(1, sizeof(Instance)));
     REQUIRE(instance, "out of memory");
     instance->kind = self(o);
@@ -92,8 +126,31 @@ int minor_of(const char* version) {  // "1.31.1" -> 31
   while (*version && *version != '.') version++;
   return atoi(*version ? version + 1 : version);
 }
+
+Status* know(const ort::ApiBase* base, ort::Table table) {
+  if (domain) return nullptr;
+  api.load(table);
+  if (minor_of(base->GetVersionString()) >= 24) ort::Api::set(api.GetShapeReference, table, ort::kGetShapeReference);
+  ort::Domain* made;
+  TRY(api.CreateDomain(kDomain, &made));
+  for (size_t i = 0; i < kCount; i++) {
+    fill(operators[i]);
+    kDefinitions[i](operators[i]);
+    TRY(api.DomainAdd(made, &operators[i]));
+  }
+  domain = made;
+  return nullptr;
+}
 }  // namespace
 
+Status* refuse(const char* format, ...) {
+  char text[512] = "specexport: ";
+  va_list values;
+  va_start(values, format);
+  vsnprintf(text + strlen(text), sizeof text - strlen(text), format, values);
+  va_end(values);
+  return api.CreateStatus(ort::kInvalidArgument, text);
+}
 Status* input(KernelContext* context, size_t index, Tensor& tensor) {
   const ort::Value* value = nullptr;
   TRY(api.GetInput(context, index, &value));
@@ -111,8 +168,15 @@ Status* constant(const KernelInfo* info, size_t index, Tensor& tensor) {
   TRY(api.GetConstantInput(info, index, &is_constant, &value));
   return read(is_constant ? value : nullptr, tensor);
 }
-Status* attribute(const KernelInfo* info, const char* name, int64_t& value) { return api.GetAttributeInt(info, name, &value); }
-Status* attribute(const KernelInfo* info, const char* name, float& value) { return api.GetAttributeFloat(info, name, &value); }
+Status* attribute(const KernelInfo* info, const char* name, int64_t least, int64_t most, int64_t& value) {
+  TRY(api.GetAttributeInt(info, name, &value));
+  if (value >= least && value <= most) return nullptr;
+  return refuse("%s is %lld, and must be from %lld to %lld", name, (long long)value, (long long)least, (long long)most);
+}
+Status* attribute(const KernelInfo* info, const char* name, float& value) {
+  TRY(api.GetAttributeFloat(info, name, &value));
+  return isfinite(value) ? nullptr : refuse("%s is no finite number", name);
+}
 Status* attribute(const KernelInfo* info, const char* name, char* text, size_t size) {
   size_t needed = 0;
   TRY(api.GetAttributeString(info, name, nullptr, &needed));
@@ -121,12 +185,17 @@ Status* attribute(const KernelInfo* info, const char* name, char* text, size_t s
 }
 
 void* scratch(size_t bytes, int slot) {
-  if (bytes > scratch_size[slot]) {
-    free(scratch_data[slot]);
-    scratch_data[slot] = malloc(bytes + 64);
-    scratch_size[slot] = scratch_data[slot] ? bytes : 0;
+  if (!buffers) {
+    auto* made = static_cast<Buffers*>(calloc(1, sizeof(Buffers)));
+    if (!made || !at_end(made)) return free(made), nullptr;
+    buffers = made;
   }
-  char* start = static_cast<char*>(scratch_data[slot]);
+  if (bytes > buffers->size[slot]) {
+    free(buffers->data[slot]);
+    buffers->data[slot] = malloc(bytes + 64);
+    buffers->size[slot] = buffers->data[slot] ? bytes : 0;
+  }
+  char* start = static_cast<char*>(buffers->data[slot]);
   return start ? start + (64 - reinterpret_cast<uintptr_t>(start) % 64) % 64 : nullptr;
 }
 
@@ -142,18 +211,10 @@ ORT_EXPORT ort::Status* ORT_CALL RegisterCustomOps(ort::SessionOptions* options,
   using namespace specexport;
   ort::Table table = base->GetApi(ort::kApiVersion);
   if (!table) return nullptr;
-  api.load(table);
-  if (minor_of(base->GetVersionString()) >= 24) ort::Api::set(api.GetShapeReference, table, ort::kGetShapeReference);
-  ort::Domain* domain;  // lives as long as the sessions that use it: never released
-  TRY(api.CreateDomain(kDomain, &domain));
-  for (size_t i = 0; i < kCount; i++) {
-    if (!operators[i].name) {  // sessions that are open use them
-      fill(operators[i]);
-      kDefinitions[i](operators[i]);
-    }
-    TRY(api.DomainAdd(domain, &operators[i]));
-  }
-  return api.AddDomain(options, domain);
+  while (__atomic_test_and_set(&registering, __ATOMIC_ACQUIRE)) {}
+  Status* status = know(base, table);
+  __atomic_clear(&registering, __ATOMIC_RELEASE);
+  return status ? status : api.AddDomain(options, domain);
 }
 
 // Which kernels run here: "avx512vnni", "avx2", …

@@ -17,7 +17,7 @@
 
 namespace specexport {
 namespace avx512 {
-// Ten rows: 0.93 to 0.99 of the time of groups of nine (q4_k, 10 to 100 rows); 4 KB ahead takes 1.1 times as long (Zen 5).
+// Ten rows: 0.93 to 0.99 of the time of nine (q4_k, 10 to 100 rows). 4 KB ahead: 1.1 times as long (both on Zen 5).
 constexpr int kLanes = 16, kMost = 10, kMostFloats = 9, kAhead = 8192;
 constexpr bool kSigned = false, kPairs = false;
 using V = __m512;

@@ -21,12 +21,12 @@ extern ort::Api api;  // filled when the library is registered
   do {                                        \
     if (::ort::Status* status_ = (call)) return status_; \
   } while (0)
-#define REQUIRE(condition, message)                                                                      \
-  do {                                                                                                   \
-    if (!(condition)) return ::specexport::api.CreateStatus(::ort::kInvalidArgument, "specexport: " message); \
-  } while (0)
+#define REQUIRE(condition, message) TRY((condition) ? nullptr : ::specexport::refuse(message))
+Status* refuse(const char* format, ...);  // as printf: an error of one line
 
 constexpr size_t kMaxRank = 8;
+constexpr int64_t kMostSize = INT32_MAX;  // of a matrix, in one dimension
+constexpr int64_t kMostHeads = 65535, kMostHeadSize = 65535;
 
 // An input that is there has data or no elements; one that is left out has `absent`.
 struct Tensor {
@@ -34,7 +34,7 @@ struct Tensor {
   int type = ort::kUndefined;
   bool absent = true;
   size_t rank = 0;
-  int64_t dims[kMaxRank] = {};
+  int64_t dims[kMaxRank] = {};  // the product of any of them is below 2^48
   int64_t count() const {
     int64_t n = 1;
     for (size_t i = 0; i < rank; i++) n *= dims[i];
@@ -49,11 +49,11 @@ struct Tensor {
 Status* input(KernelContext* context, size_t index, Tensor& tensor);                                   // optional ones may be absent
 Status* output(KernelContext* context, size_t index, const int64_t* dims, size_t rank, void** data);
 Status* constant(const KernelInfo* info, size_t index, Tensor& tensor);                                // absent where it is no constant
-Status* attribute(const KernelInfo* info, const char* name, int64_t& value);
-Status* attribute(const KernelInfo* info, const char* name, float& value);
+Status* attribute(const KernelInfo* info, const char* name, int64_t least, int64_t most, int64_t& value);
+Status* attribute(const KernelInfo* info, const char* name, float& value);                             // finite
 Status* attribute(const KernelInfo* info, const char* name, char* text, size_t size);                  // ends with a null byte
 
-// A buffer of the calling thread that only grows; null if there is no memory. Kernels of one session may run in several
+// A buffer of the calling thread that only grows, until that ends; null if there is no memory. Kernels of one session may run in several
 // threads at once, so none may keep such memory itself. `slot` tells buffers apart that one operator needs together.
 constexpr int kScratchSlots = 4;
 void* scratch(size_t bytes, int slot = 0);

@@ -24,7 +24,6 @@ struct KernelInfo;
 struct KernelContext;
 struct SessionOptions;
 struct Domain;
-struct MemoryInfo;
 struct ShapeContext;
 
 enum ElementType : int { kUndefined = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kBool = 9, kFloat16 = 10, kBfloat16 = 16 };
@@ -52,13 +51,10 @@ struct Api {
   Status*(ORT_CALL* GetAttributeInt)(const KernelInfo*, const char* name, int64_t* out);
   Status*(ORT_CALL* GetAttributeFloat)(const KernelInfo*, const char* name, float* out);
   Status*(ORT_CALL* GetAttributeString)(const KernelInfo*, const char* name, char* out, size_t* size);
-  Status*(ORT_CALL* GetInputCount)(const KernelContext*, size_t* out);
   Status*(ORT_CALL* GetInput)(const KernelContext*, size_t index, const Value** out);
   Status*(ORT_CALL* GetOutput)(KernelContext*, size_t index, const int64_t* dims, size_t rank, Value** out);
-  void(ORT_CALL* ReleaseStatus)(Status*);
   void(ORT_CALL* ReleaseTypeInfo)(TypeInfo*);
   Status*(ORT_CALL* GetConstantInput)(const KernelInfo*, size_t index, int* is_constant, const Value** out);
-  const char*(ORT_CALL* GetBuildInfo)();
   Status*(ORT_CALL* ParallelFor)(const KernelContext*, void (*fn)(void*, size_t), size_t total, size_t batches, void* data);
   // API version 24, else null: element type and shape without an allocation.
   Status*(ORT_CALL* GetShapeReference)(const Value*, int* type, const int64_t** dims, size_t* rank);
@@ -79,13 +75,10 @@ struct Api {
     set(GetAttributeFloat, t, 85);
     set(GetAttributeInt, t, 86);
     set(GetAttributeString, t, 87);
-    set(GetInputCount, t, 88);
     set(GetInput, t, 90);
     set(GetOutput, t, 91);
-    set(ReleaseStatus, t, 93);
     set(ReleaseTypeInfo, t, 99);
     set(GetConstantInput, t, 249);
-    set(GetBuildInfo, t, 254);
     set(ParallelFor, t, 274);
     GetShapeReference = nullptr;
   }

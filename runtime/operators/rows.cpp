@@ -30,7 +30,7 @@ void sort(Candidate* all, int64_t count, Before before) {
     }
 }
 
-// The first place whose running sum is above `target`, or, by rounding, the last with mass.
+// The first place with mass whose running sum is above `target`, or, by rounding, the last with mass.
 template <class Mass>
 int64_t find(int64_t count, double target, Mass mass) {
   double sum = 0;
@@ -38,8 +38,9 @@ int64_t find(int64_t count, double target, Mass mass) {
   for (int64_t i = 0; i < count; i++) {
     double each = mass(i);
     sum += each;
+    if (!(each > 0)) continue;  // also where rounding has left a target below 0
     if (sum > target) return i;
-    if (each > 0) last = i;
+    last = i;
   }
   return last;
 }
@@ -85,9 +86,9 @@ int64_t gather(const float* x, const float* tops, const Blocks& row, float least
 }
 
 // The k-th largest of the blocks' tops, from which on there are k logits or more; -inf of fewer blocks.
-float kth(const float* tops, int64_t blocks, int64_t k, float* room) {
-  if (k > blocks) return -INFINITY;
-  int64_t kept = 0;
+float kth(const float* tops, int64_t blocks, double wanted, float* room) {
+  if (!(wanted >= 1 && wanted <= double(blocks))) return -INFINITY;
+  int64_t k = int64_t(wanted), kept = 0;
   for (int64_t i = 0; i < blocks; i++) {
     if (kept == k && !(tops[i] > room[kept - 1])) continue;
     int64_t j = kept < k ? kept++ : k - 1;
@@ -146,16 +147,17 @@ ORT_EXPORT void specexport_cut_rows(int64_t rows, int64_t few, const double* ask
 }
 
 // The masses max(0, weight * q - p) of two cut rows, ids ascending: gives their sum and the id at `uniform` of it, -1 without
-// any mass. Without `num_drafts` p is one-hot at `token`.
+// any mass.
 ORT_EXPORT void specexport_cut_surplus(int64_t num_targets, const int64_t* target_ids, const double* target_probs, int64_t num_drafts,
-                                       const int64_t* draft_ids, const double* draft_probs, int64_t token, double weight,
-                                       double uniform, double* out) {
+                                       const int64_t* draft_ids, const double* draft_probs, double weight, double uniform,
+                                       double* out) {
   double masses[kMost], sum = 0;
+  num_targets = num_targets < kMost ? num_targets : kMost;
   for (int64_t i = 0, j = 0; i < num_targets; i++) {
     while (j < num_drafts && draft_ids[j] < target_ids[i]) j++;
     const bool is_both = j < num_drafts && draft_ids[j] == target_ids[i];
     const double mass = weight * target_probs[i] - (is_both ? draft_probs[j] : 0.0);
-    masses[i] = mass > 0 && (num_drafts || target_ids[i] != token) ? mass : 0.0;
+    masses[i] = mass > 0 ? mass : 0.0;
     sum += masses[i];
   }
   out[0] = sum;
@@ -199,7 +201,7 @@ ORT_EXPORT void specexport_find_row(const float* x, int64_t count, const double*
     return;
   }
   float least = float(peak + ask[4]);
-  const float border = top_k > 0 ? kth(tops, row.count(), int64_t(top_k), room) : -INFINITY;
+  const float border = kth(tops, row.count(), top_k, room);
   if (border > least) least = border;
   // Where no border is known, the likeliest that are enough: half a nat more at a time.
   const bool is_open = top_p > 0 || (top_k > 0 && border == -INFINITY);
@@ -220,18 +222,13 @@ ORT_EXPORT void specexport_find_row(const float* x, int64_t count, const double*
 ORT_EXPORT void specexport_row_surplus(const double* ask, const float* q, const float* p, double* sums, double* out) {
   const RowKernels& with = kernels();
   const Softmax of_q = {ask[2], 1 / fmax(ask[0], kColdest), ask[8] / ask[3]}, of_p = {ask[6], 1 / fmax(ask[4], kColdest), 1 / ask[7]};
-  const int64_t token = int64_t(ask[9]), drafts = token >= 0 ? 0 : int64_t(ask[5]);
+  const int64_t drafts = int64_t(ask[5]);
   Blocks row{int64_t(ask[1]), sums, {}};
   const auto masses = [&](int64_t block, double* into) {
     const int64_t start = block * kBlock, size = row.size(block);
     const int64_t both = drafts - start < 0 ? 0 : drafts - start < size ? drafts - start : size;
-    if (token >= start && token < start + size) into = row.masses;
     double sum = both ? with.surplus(q + start, of_q, p + start, of_p, both, into) : 0;
     if (size > both) sum += with.weigh(q + start + both, size - both, of_q, into ? into + both : nullptr);
-    if (token < start || token >= start + size) return sum;
-    row.masses[token - start] = 0;
-    sum = 0;
-    for (int64_t i = 0; i < size; i++) sum += row.masses[i];
     return sum;
   };
   double total = 0;

@@ -4,6 +4,7 @@ namespace specexport {
 namespace {
 typedef double V __attribute__((vector_size(LANES * 8)));
 typedef int64_t I __attribute__((vector_size(LANES * 8)));
+typedef uint64_t U __attribute__((vector_size(LANES * 8)));  // where what is not used may wrap
 typedef float F __attribute__((vector_size(LANES * 4)));
 #define INLINE TARGET static inline __attribute__((always_inline))
 
@@ -20,7 +21,7 @@ INLINE V exp_of(V x) {
                                4.1666666666666664e-02, 1.6666666666666666e-01, 0.5, 1.0, 1.0};
   V sum = all(kTerms[0]);  // Taylor's series up to x^12 / 12!, for |x| <= ln 2 / 2
   for (int i = 1; i < 13; i++) sum = FMA(sum, rest, all(kTerms[i]));
-  const I power = ((I)turned - (I)magic + 1023) << 52;
+  const U power = ((U)turned - (U)magic + 1023) << 52;
   return (V)((I)(sum * (V)power) & (I)(x >= all(-708.0)));
 }
 

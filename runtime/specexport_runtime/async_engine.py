@@ -6,13 +6,12 @@ uvloop that is once a round, however many requests stream.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, Unpack
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, Unpack, get_args
 
 from specexport_runtime.decoding.handle import RequestHandle
 from specexport_runtime.engine import SpecEngine
@@ -27,13 +26,18 @@ from specexport_runtime.errors import (
 from specexport_runtime.intake.drafting import RequestOptions, RequestSpec
 from specexport_runtime.requests.results import GenerationResult, Prompt, StreamChunk
 from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.side_work import SideWork
 
 __all__ = ["AsyncRequest", "AsyncSpecEngine", "ChunkIterator"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
+Lane = Literal["long", "brief", "forms"]
+"""Threads beside the event loop: of long pieces, of those that take milliseconds, and of what compiles forms."""
 
+MOST_AT_A_TIME = 32
 _LONG_PROMPT = 2000  # characters; longer texts are tokenized on another thread
+_VERY_LONG = 2**15  # characters; those above do not wait for the thread that these keep
 
 
 class AsyncRequest:
@@ -92,8 +96,8 @@ class AsyncRequest:
         return self._iterate(deque.popleft)
 
     def batches(self) -> "ChunkIterator[list[StreamChunk]]":
-        """Chunks as they come, all that are there at a time; otherwise as iterating over the request."""
-        return self._iterate(_take_all)
+        """Chunks as they come, up to ``MOST_AT_A_TIME`` of them at a time; otherwise as iterating over the request."""
+        return self._iterate(_take_some)
 
     def _iterate(self, take: "Callable[[deque[StreamChunk]], T]") -> "ChunkIterator[T]":
         if self._iterated:
@@ -142,7 +146,6 @@ class ChunkIterator(AsyncIterator[T], Generic[T]):
     def __init__(self, request: AsyncRequest, take: "Callable[[deque[StreamChunk]], T]") -> None:
         self._request = request
         self._take = take
-        self._loop = asyncio.get_running_loop()
 
     async def __anext__(self) -> T:
         """The next chunk, or chunks."""
@@ -160,10 +163,7 @@ class ChunkIterator(AsyncIterator[T], Generic[T]):
         self._request.cancel()
 
     def __del__(self) -> None:
-        # The garbage collector may run in the decoding thread while that holds its lock: only leave a message here.
-        if not self._request.done:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._request.cancel)
+        self._request.cancel()  # takes no lock: the garbage collector may run in any thread
 
 
 class Courier:
@@ -229,10 +229,8 @@ def _owner_of(spec: RequestSpec) -> str:
     return owner if isinstance(owner, str) else ""  # which the engine refuses
 
 
-def _take_all(chunks: "deque[StreamChunk]") -> list[StreamChunk]:
-    taken = list(chunks)
-    chunks.clear()
-    return taken
+def _take_some(chunks: "deque[StreamChunk]") -> list[StreamChunk]:
+    return [chunks.popleft() for _ in range(min(len(chunks), MOST_AT_A_TIME))]
 
 
 class _Load(Protocol[P]):
@@ -283,8 +281,8 @@ class AsyncSpecEngine:
         self._idle.set()
         self._admits = True
         self._closing: asyncio.Future[None] | None = None
-        # One thread: each one that tokenizes a long text keeps megabytes of memory for the next.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="specexport-tokenize")
+        self._planned = 0  # places that are held for requests which are being planned
+        self._lanes = {lane: SideWork(f"specexport-{lane}") for lane in get_args(Lane)}
 
     @staticmethod
     @_with_keywords(EngineOptions)
@@ -342,15 +340,18 @@ class AsyncSpecEngine:
         """Queue several requests, all or none; errors as :meth:`submit`."""
         owners = Counter(map(_owner_of, requests))
         self._check_room(len(requests), owners)
-        is_long = sum(len(spec.prompt) + len(spec.reference or ()) for spec in requests) > _LONG_PROMPT
+        length = sum(len(spec.prompt) + len(spec.reference or ()) for spec in requests)
+        forms = [spec.params.structured_outputs for spec in requests if spec.params.structured_outputs is not None]
+        compiles = not all(map(self.engine.has_form, forms))
         taken = [AsyncRequest(self, _owner_of(spec)) for spec in requests]
         if taken:
             self._active.update(taken)
             self._held.update(owners)
             self._idle.clear()
         try:
-            if is_long:
-                await self._queue_elsewhere(requests, taken)
+            if length > _LONG_PROMPT or compiles:
+                lane: Lane = "forms" if compiles else "brief" if length <= _VERY_LONG else "long"
+                await self._queue_elsewhere(requests, taken, lane)
             else:
                 self._queue(requests, taken)
         except asyncio.CancelledError:
@@ -372,16 +373,41 @@ class AsyncSpecEngine:
         request = await self.submit(prompt, params, reference=reference, **options)
         return await request.result()
 
-    async def aside(self, work: Callable[[], T]) -> T:
+    @contextmanager
+    def place(self, owner: str = "") -> Iterator[None]:
+        """Hold a place among the requests of an owner while one is planned; errors as :meth:`submit`."""
+        self._check_room(1, {owner: 1})
+        self._held[owner] += 1
+        self._planned += 1
+        try:
+            yield
+        finally:
+            self._held -= Counter([owner])
+            self._planned -= 1
+
+    async def aside(self, work: Callable[[], T], owner: str = "", *, lane: Lane = "long", is_taken: bool = False) -> T:
         """The result of work on a long text, such as tokenizing it, which must not hold up the event loop.
 
-        Such work is done one piece after the other. It cannot be stopped: if the task is cancelled, it goes on.
+        One piece of a lane after the other is done, the owners in turns; no lane waits for others. If the task is
+        cancelled, a piece that has not begun is dropped. Work for a request that was taken is never refused.
 
         Raises:
+            QueueFullError: as many pieces wait as requests may be there; an ``OwnerLimitError`` if of this owner.
             EngineClosedError: the engine is closing.
         """
-        self._check_admits()
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+        if not is_taken:
+            self._check_admits()
+            limits = (OwnerLimitError, self.max_requests_per_owner, owner), (QueueFullError, self._most_held, None)
+            for kind, limit, whose in limits:
+                if limit is not None and self._lanes[lane].num_waiting(whose) >= limit:
+                    raise kind(f"{limit} requests wait to be read.", "try again later.")
+        result: T = await self._lanes[lane].put(owner, work)
+        return result
+
+    @property
+    def is_working_aside(self) -> bool:
+        """Whether a piece of work is going on that cannot be stopped: the interpreter would wait for it at its end."""
+        return any(lane.is_busy for lane in self._lanes.values())
 
     def stop_admitting(self) -> None:
         """Refuse requests from now on; those that were taken go on."""
@@ -413,7 +439,8 @@ class AsyncSpecEngine:
             await self.drain(timeout)
         finally:
             if self._closing is None:
-                self._tokenizing.shutdown(wait=False)
+                for lane in self._lanes.values():
+                    lane.close()
                 self._closing = asyncio.get_running_loop().run_in_executor(None, self.engine.close)
             await asyncio.shield(self._closing)
 
@@ -425,6 +452,10 @@ class AsyncSpecEngine:
         if not self._active:
             self._idle.set()
 
+    @property
+    def _most_held(self) -> int | None:
+        return None if self.max_waiting is None else self.engine.max_num_seqs + self.max_waiting
+
     def _check_room(self, count: int, owners: Mapping[str, int]) -> None:
         if asyncio.get_running_loop() is not self._mailbox.loop:
             raise SpecexportError(
@@ -432,7 +463,7 @@ class AsyncSpecEngine:
             )
         self.engine.check_may_wait("AsyncSpecEngine.submit()")
         self._check_admits()
-        limit = None if self.max_waiting is None else self.engine.max_num_seqs + self.max_waiting
+        limit = self._most_held
         for wanted, most in [(count, limit), *((each, self.max_requests_per_owner) for each in owners.values())]:
             if most is not None and wanted > most:
                 raise InvalidRequestError(f"{wanted} requests at once; at most {most} can ever be held.", "send fewer.")
@@ -443,8 +474,9 @@ class AsyncSpecEngine:
                     f"{self.max_requests_per_owner} may.",
                     "try again when one has ended.",
                 )
-        if limit is not None and count > limit - len(self._active):
-            raise QueueFullError(f"{len(self._active)} requests are being served or wait.", "try again later.")
+        held = len(self._active) + self._planned
+        if limit is not None and count > limit - held:
+            raise QueueFullError(f"{held} requests are being served or wait.", "try again later.")
 
     def _check_admits(self) -> None:
         if not self._admits:
@@ -456,15 +488,19 @@ class AsyncSpecEngine:
         for request, handle in zip(taken, handles, strict=True):
             request.attach(handle)
 
-    async def _queue_elsewhere(self, requests: Sequence[RequestSpec], taken: Sequence[AsyncRequest]) -> None:
-        """As :meth:`_queue`, on another thread. That cannot be stopped: if the task is cancelled, it cancels them."""
-        queueing = asyncio.get_running_loop().run_in_executor(self._tokenizing, self._queue, requests, taken)
+    async def _queue_elsewhere(
+        self, requests: Sequence[RequestSpec], taken: Sequence[AsyncRequest], name: Lane
+    ) -> None:
+        """As :meth:`_queue`, on another thread. Where that has begun, cancelling the task cancels the requests."""
+        lane, owner = self._lanes[name], taken[0].owner
+        queueing = lane.put(owner, partial(self._queue, requests, taken))
         try:
             await asyncio.shield(queueing)
         except asyncio.CancelledError:
             for request in taken:
                 request.cancel()
             queueing.add_done_callback(partial(self._forget_refused, taken))
+            lane.drop(owner, queueing)
             raise
 
     def _forget_refused(self, taken: Sequence[AsyncRequest], queueing: "asyncio.Future[None]") -> None:

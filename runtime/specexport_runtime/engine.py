@@ -11,6 +11,7 @@ from specexport_runtime.decoding.loop import DecodeLoop
 from specexport_runtime.engine_load import load_engine_parts
 from specexport_runtime.engine_options import EngineOptions, make_options, with_keywords
 from specexport_runtime.engine_parts import EngineParts, assemble, check_empty
+from specexport_runtime.errors import EngineClosedError
 from specexport_runtime.intake.checks import one_each
 from specexport_runtime.intake.drafting import DraftPlan, RequestOptions, RequestSpec, resolve_draft_plan
 from specexport_runtime.intake.pins import PinnedPrefixes
@@ -37,6 +38,9 @@ class SpecEngine(PromptEncoder):
     Raises:
         InvalidRequestError: a part cannot do what an option asks for.
     """
+
+    stuck_after_s = 60.0
+    """Seconds without a round, while requests are active, after which it counts as dead; longer than any step."""
 
     def __init__(self, parts: EngineParts, options: EngineOptions | None = None) -> None:
         made = assemble(parts, options or EngineOptions())
@@ -84,6 +88,20 @@ class SpecEngine(PromptEncoder):
             EndlessWaitError: this process was forked while requests ran.
         """
         return self._loop.load
+
+    @property
+    def trouble(self) -> EngineClosedError | None:
+        """Why the engine is of no use, for any thread; None if it is alive.
+
+        An ``EngineDeadError`` if a defect ended it, three steps failed one after the other, or no round ends for
+        ``stuck_after_s``; an ``EngineClosedError`` if it was closed.
+        """
+        return self._loop.trouble(self.stuck_after_s)
+
+    @property
+    def observers_dropped(self) -> int:
+        """Observers that raised, and are not called any more."""
+        return self._loop.decoder.observers.dropped
 
     def check_may_wait(self, what: str) -> None:
         """Refuse to wait for a request where that would never end: in a callback, a listener or an observer.
@@ -181,7 +199,7 @@ class SpecEngine(PromptEncoder):
 
         Raises:
             InvalidRequestError: one of them can never be served; none is queued.
-            EngineClosedError: the engine was closed.
+            EngineClosedError: the engine was closed; an ``EngineDeadError`` if a defect ended it.
         """
         each = one_each(listeners, len(requests), "listeners")
         handles = []
@@ -260,6 +278,10 @@ class SpecEngine(PromptEncoder):
         """
         self._builder.grammars.compile(form)
 
+    def has_form(self, form: StructuredOutputs) -> bool:
+        """Whether a form is ready: a request with it is queued at once."""
+        return self._builder.grammars.has(form)
+
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None, lora: str | None = None) -> int:
         """Read a prompt, and keep it in a row of its own: every request that begins with it goes on from there.
 
@@ -303,6 +325,7 @@ class SpecEngine(PromptEncoder):
                     self._suffixes.save()
                 except OSError as error:  # everything else is to be released all the same
                     _log.warning("What was generated could not be kept in %s: %s", self._suffixes.file, error)
+            self._builder.grammars.close()
             self.target.close()
             for runner in self._drafting.values():
                 runner.executor.close()

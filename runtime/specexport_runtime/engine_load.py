@@ -5,7 +5,8 @@ from pathlib import Path
 
 from specexport_runtime.bundle.arrays import load_cut_head, load_mask
 from specexport_runtime.bundle.draft_layers import load_draft_layers
-from specexport_runtime.bundle.opened import Bundle, load_bundle
+from specexport_runtime.bundle.held import held
+from specexport_runtime.bundle.opened import Bundle, ChangedError, load_bundle
 from specexport_runtime.bundle.token_map import load_token_map
 from specexport_runtime.costs.curves import KnownCosts, load_costs
 from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
@@ -18,7 +19,7 @@ from specexport_runtime.engine_parts import (
     offer_of,
     self_draft_obstacle,
 )
-from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors import operators
 from specexport_runtime.executors.base import EngineBackend, Executor
 from specexport_runtime.executors.open import backend_of, backends_with, open_executor
@@ -29,12 +30,22 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.layer_choice import LayerRules
 
 
-def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
-    """Open a bundle, load its engines, and what an adaptive engine chooses K by.
+def load_engine_parts(path: Path, options: EngineOptions, *, tries: int = 5) -> EngineParts:
+    """Open a bundle, load its engines, and what an adaptive engine chooses K by; again if it is replaced meanwhile.
 
     ``BundleError``: a file is missing or altered. ``IncompatibleError``: another schema, ABI or machine.
     ``InvalidRequestError``: an option that does not fit. ``MissingDependencyError``: no runtime of the backend.
     """
+    with held(path) as is_another:
+        try:
+            return _load(path, options)
+        except (SpecexportError, OSError) as error:
+            if tries == 1 or not (isinstance(error, ChangedError) or is_another()):
+                raise
+    return load_engine_parts(path, options, tries=tries - 1)
+
+
+def _load(path: Path, options: EngineOptions) -> EngineParts:
     bundle = load_bundle(
         path,
         max_model_len=options.max_model_len,
@@ -67,9 +78,10 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
         parts = _parts_of(bundle, executors, defaults, options)._replace(
             cut_head=cut_head, mask=mask, token_map=token_map
         )
-        if not options.adaptive and "auto" not in (defaults.drafter, defaults.lookahead):
-            return parts
-        return parts._replace(costs=_load_costs(bundle, backend, options))
+        if options.adaptive or "auto" in (defaults.drafter, defaults.lookahead):
+            parts = parts._replace(costs=_load_costs(bundle, backend, options))
+        bundle.check_unchanged()
+        return parts
     except BaseException:
         for executor in executors.values():  # a GPU's memory must not wait for the garbage collector
             executor.close()

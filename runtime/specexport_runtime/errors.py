@@ -14,6 +14,7 @@
     │   └── BundleError               a bundle part is missing or altered
     ├── IncompatibleError             exit code 3: bundle or hardware does not fit
     ├── EngineClosedError             exit code 1: the engine takes no more requests
+    │   └── EngineDeadError           it was ended by a defect, fails again and again, or stands still
     ├── QueueFullError                exit code 1: too many requests wait; later there may be room
     ├── RequestFailedError            exit code 1: a request ended by an exception, which is its cause
     └── CheckFailedError              exit code 1: a proof did not hold
@@ -94,6 +95,10 @@ class EngineClosedError(SpecexportError):
     """The engine was closed, or is finishing what it has and takes no more requests."""
 
 
+class EngineDeadError(EngineClosedError):
+    """The engine is of no more use: a defect ended it, step after step fails, or requests wait and none ends."""
+
+
 class EndlessWaitError(SpecexportError):
     """Waiting here would never end: in the decoding thread, or in a process that was forked while requests ran."""
 
@@ -121,3 +126,15 @@ def pip_install(*extras: str) -> str:
     if (Path(__file__).parents[2] / "pyproject.toml").is_file():
         return f"pip install -e '.{wanted}' in the clone of specexport."
     return f"pip install '.{wanted}' in a clone of specexport, or 'WHEEL{wanted}' with the path of its wheel."
+
+
+def write_fault(error: OSError) -> tuple[str, str] | None:
+    """What is wrong with a place that cannot be written to, and the way out; None for any other error."""
+    import errno
+
+    if error.errno == errno.EFBIG:
+        return "a file would be larger than this process may write", "raise the limit (`ulimit -f`)."
+    if error.errno == errno.EROFS:
+        return "the disk is read-only", "write to another disk."
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return ("the disk is full", "free some space, or write to another disk.") if full else None

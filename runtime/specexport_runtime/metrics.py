@@ -16,7 +16,7 @@ from specexport_runtime.watch.counts import EngineCounts, Histogram
 if TYPE_CHECKING:
     from specexport_runtime.engine import SpecEngine
     from specexport_runtime.requests.request import Request
-    from specexport_runtime.watch.observe import EngineLoad, RoundRecord
+    from specexport_runtime.watch.observe import RoundRecord
 
 LABELS = ("model_name", "engine")
 """Labels of every metric, as in vLLM."""
@@ -178,7 +178,7 @@ class EngineMetrics:
         self._labels = (model_name, engine)
         self._lock = threading.Lock()
         self._counts = EngineCounts(refused={QUEUE_FULL: 0})
-        self._load: Callable[[], EngineLoad] | None = None
+        self._engine: SpecEngine | None = None
         if registry is None:
             registry = CollectorRegistry()
             ProcessCollector(registry=registry)
@@ -189,7 +189,7 @@ class EngineMetrics:
         """Count what an engine does from now on, and read how busy it is when asked."""
         with self._lock:
             self._counts.set_limits(engine.max_model_len, engine.lookahead)
-        self._load = engine.current_load
+        self._engine = engine
         engine.add_observer(self)
 
     def on_round(self, record: "RoundRecord") -> None:
@@ -254,8 +254,14 @@ class EngineMetrics:
             ("specexport:acceptance_rate", "Accepted share of all draft tokens since the start.", rate),
             ("specexport:mean_acceptance_length", "Mean tokens of a round with a draft since the start.", length),
         ]
-        load = None if self._load is None else self._load()
+        engine = self._engine
+        load = None if engine is None else engine.current_load()
         rows += [
+            (
+                "specexport:engine_up",
+                "1 while the engine takes requests and its steps go on, else 0.",
+                None if engine is None else float(engine.trouble is None),
+            ),
             ("vllm:num_requests_running", "Requests that hold a cache row.", load and load.num_running),
             ("vllm:num_requests_waiting", "Requests that wait for a cache row.", load and load.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", load and load.kv_usage),
@@ -274,6 +280,11 @@ class EngineMetrics:
             if value is not None:
                 gauge.add_metric(self._labels, value)
             yield gauge
+        dropped = CounterMetricFamily(
+            "specexport:observers_dropped", "Observers, these metrics say, that raised and hear no more.", labels=LABELS
+        )
+        dropped.add_metric(self._labels, engine.observers_dropped if engine else 0)
+        yield dropped
         text = "1 for a drafter of which nothing was accepted since the start, though enough was tested; else 0."
         useless = GaugeMetricFamily("specexport:drafter_never_accepted", text, labels=[*LABELS, "drafter"])
         for drafter in sorted(counts.drafters):

@@ -59,10 +59,7 @@ def _home() -> Path:
 
 
 def cache_folder(kind: str, *, writable: bool = True) -> Path | None:
-    """The cache folder for one kind of data, made if need be; None, after one warning, where it does not serve.
-
-    That is where it cannot be written (but ``writable`` False asks for reading only), or others may write to it.
-    """
+    """The cache folder for a kind of data, made if need be; None, warned of once, where it does not serve."""
     try:
         folder = cache_root() / kind
         if writable:

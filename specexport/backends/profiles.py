@@ -42,10 +42,7 @@ def plan_profiles(
     fold: int = 1,  # tokens of a row that the attention takes for heads, see ``lowering.trt_native``
     head: HeadSteps | None = None,  # steps of a draft head
 ) -> tuple[Profile, ...]:
-    """The profiles of one model: decode and verify (or catch-up) for every batch bucket, and prefill buckets.
-
-    A prefill profile takes any number of rows: with batch buckets an engine would take twice the build time.
-    """
+    """Profiles of a model: decode and verify (or catch-up) for every batch bucket, prefill for any rows."""
     batches = buckets(max_num_seqs)
     kinds = _fixed_kinds(role, most_new_tokens(role, lookahead, head), head)
     fixed = [

@@ -58,10 +58,7 @@ def engine_name(sm: str) -> str:
 def write_trt_engines(
     ir_model: "ir.Model", plan: TrtPlan, folder: Path, *, note: Callable[[str], None], names: Sequence[str]
 ) -> tuple[EngineFile, ...]:
-    """Build an engine and its build log for every architecture into ``folder``; paths are relative to it.
-
-    CheckFailedError if TensorRT cannot build the graph exactly; IncompatibleError if the builder runs out of memory.
-    """
+    """Build an engine and its log for each architecture into ``folder``; paths are relative to it."""
     import onnx_ir as ir
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -54,10 +54,7 @@ def known_architectures(package: TrtPackage) -> tuple[str, ...]:
 
 
 def resolve_architectures(package: TrtPackage, asked: Sequence[str]) -> tuple[str, ...]:
-    """The architectures to build for: those of ``--sm``, or the GPU in this machine if there are none.
-
-    RecipeError if one is unknown, or there is none; IncompatibleError if the package needs a GPU that is not there.
-    """
+    """The architectures of ``--sm``, or the GPU's in this machine; RecipeError if there are none."""
     known = known_architectures(package)
     if not package.cross_builds and not known:
         raise IncompatibleError(

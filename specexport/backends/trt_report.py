@@ -85,10 +85,7 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
 
 
 def summarize(layers: Sequence[Layer], profiles: Sequence[str]) -> list[dict[str, Any]]:
-    """For each profile: kernels, fused attention kernels, float32 matrix products, and bytes of copied KV cache.
-
-    A copy is a kernel that reads an updated cache, writes a tensor with its entries, and is no append.
-    """
+    """For each profile: kernels, fused attention, float32 products, and bytes of KV cache that kernels copy."""
     rows = []
     for index, name in enumerate(profiles):
         own = [layer for layer in layers if layer.profile == index]

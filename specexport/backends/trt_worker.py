@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from specexport.atomic import temporary_name
 from specexport.backends.profiles import describe_shapes
 from specexport.backends.trt_package import PACKAGES, configure, import_package
 from specexport.backends.trt_report import describe_layers, make_report, network_problems, parse_layers
@@ -111,13 +110,14 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
     config.progress_monitor = monitor
     started = time.perf_counter()
     # Written as it is serialized: a second copy of the weights in memory would be the largest of all.
-    with temporary_name(Path(job.engine)).open("wb") as file:
+    half = Path(f"{job.engine}.tmp")
+    with half.open("wb") as file:
         done = builder.build_serialized_network_to_stream(network, config, _make_writer(trt, file, memory))
     if not done:
         said = "; ".join(logger.errors[:2]) or "it gives no reason"
         raise CheckFailedError(f"TensorRT cannot build this graph for sm {job.sm}: {said}")
     _refuse_warnings(logger)
-    os.replace(temporary_name(Path(job.engine)), job.engine)
+    os.replace(half, job.engine)
     measured = {
         "build_seconds": time.perf_counter() - started,
         "engine_bytes": Path(job.engine).stat().st_size,

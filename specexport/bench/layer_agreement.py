@@ -31,10 +31,7 @@ class WrittenText(NamedTuple):
 
 
 class AgreementReader:
-    """Reads texts, one in each row of an engine that runs nothing else meanwhile.
-
-    ``temperature`` is that which the texts were drawn with, and drafts will be; 0 is greedy.
-    """
+    """Reads texts drawn at ``temperature``, one in each row of an engine that runs nothing else meanwhile."""
 
     def __init__(self, runner: ModelRunner, texts: Sequence[WrittenText], temperature: float = 0.0) -> None:
         self._runner, self._texts = runner, sorted(texts, key=lambda text: len(text.written))
@@ -131,10 +128,7 @@ def _laws(logits: StepOutput, temperature: float) -> npt.NDArray[np.float32]:
 
 
 def tokens_a_round(chances: Chances, most: int) -> list[float]:
-    """Expected tokens of a round with drafts of 0, 1, … ``most`` tokens, the target's own included.
-
-    A draft may begin in any place of a text where it finds so many tokens to guess.
-    """
+    """Expected tokens of a round with drafts of 0, 1, … ``most`` tokens, the target's own included."""
     expected = [1.0]
     passed = chances
     for length in range(most):

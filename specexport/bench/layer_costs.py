@@ -42,10 +42,7 @@ class LayerCosts(NamedTuple):
 
 
 def measure_costs(runner: ModelRunner, tokens: Sequence[int], lookahead: int) -> LayerCosts:
-    """Time steps behind what is in row 0, the first ``lookahead`` + 1 or fewer of ``tokens`` fed again and again.
-
-    A part is timed by leaving out all of its kind.
-    """
+    """Time steps behind what is in row 0, with ``tokens`` fed again and again; a part by leaving its kind out."""
     kinds = np.array(runner.executor.gate_kinds or ("attention", "MLP") * (runner.executor.num_gates // 2))
     masks = {kind: kinds != kind for kind in sorted({*kinds} - {""})}
     seconds: dict[int | str, list[float]] = {}

@@ -26,11 +26,7 @@ class BenchPrompt(NamedTuple):
 def read_prompts(
     paths: Sequence[Path], *, num_prompts: int | None = None, domains: Sequence[str] | None = None
 ) -> list[BenchPrompt]:
-    """Prompts of JSONL files, in order; without files, the built-in set.
-
-    A line has ``prompt`` and perhaps ``id`` (else file name and line number), ``domain`` (else the file name) and
-    ``reference``. ``num_prompts`` is the most of each domain. InvalidRequestError names what is wrong.
-    """
+    """Prompts of JSONL files, in order, at most ``num_prompts`` of a domain; without files, the built-in set."""
     if num_prompts is not None and num_prompts < 1:
         raise InvalidRequestError(f"the number of prompts is {num_prompts}.", "give 1 or more.")
     found = [prompt for path in paths or [BUILTIN] for prompt in _read_file(path)]

@@ -73,10 +73,7 @@ def search_layers(
     options: BenchOptions,  # of it the lengths, the temperature and the seed
     progress: Progress | None = None,
 ) -> LayerSearchResult:
-    """Search on texts that the target writes to ``prompts``, and keep the result in the bundle.
-
-    InvalidRequestError: its layers cannot be left out, or a prompt does not fit. BundleError: it was rebuilt meanwhile.
-    """
+    """Search on texts that the target writes to ``prompts``, and keep the result in the bundle."""
     from specexport_runtime.engine import SpecEngine
 
     start = time.perf_counter()

@@ -10,10 +10,7 @@ from specexport_runtime.errors import CheckpointError
 
 
 def open_reader(source: Source) -> Any:
-    """A ``gguf.GGUFReader`` of a GGUF file, which is mapped and not read; None for other checkpoints.
-
-    Parts of a split file are one; ``paths[name]`` is a tensor's file. CheckpointError if one is damaged or foreign.
-    """
+    """A ``gguf.GGUFReader`` of a GGUF file, split or not, mapped and not read; None for other checkpoints."""
     if source.gguf_file is None:
         return None
     readers = [_open_file(path) for path in source.files]

@@ -10,6 +10,7 @@ from typing import Any
 from specexport.checkpoint.gguf_reader import read
 from specexport.checkpoint.source import Source
 from specexport.checkpoint.tokenizer import TokenizerParts
+from specexport.checkpoint.vocabulary import keep_twins
 from specexport_runtime.errors import CheckpointError
 
 _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens in tokenizer.ggml.token_type
@@ -61,9 +62,9 @@ def honour_file(source: Source, reader: Any, parts: TokenizerParts) -> Tokenizer
                 data["post_processor"] = _starting_with(parts.special_tokens["bos_token"], parts.bos_token_id)
     if kind == "llama" and read(reader, "tokenizer.ggml.add_space_prefix") is False:
         _drop_prefix_space(data)
-    return parts._replace(
-        json=json.dumps(data, ensure_ascii=False).encode(), more_eos_ids=_ends(reader, parts.eos_token_id)
-    )
+    texts = dict(enumerate(read(reader, "tokenizer.ggml.tokens") or ()))
+    tokenizer_json = keep_twins(source, json.dumps(data, ensure_ascii=False).encode(), texts)
+    return parts._replace(json=tokenizer_json, more_eos_ids=_ends(reader, parts.eos_token_id))
 
 
 def _split_as(source: Source, data: dict[str, Any], pre: str) -> None:

@@ -92,10 +92,7 @@ def streamed(model: Any, stored: Stored) -> Iterator[None]:
 
 @contextmanager
 def stand_ins(model: Any, stored: Stored) -> Iterator[None]:
-    """Within the block, ``model`` runs with random numbers for weights: nothing is read, and results mean nothing.
-
-    All weights share one block of numbers, of a size that keeps activations as large as they are.
-    """
+    """Within the block, ``model`` runs with one block of random numbers for all weights: nothing is read."""
     if not stored:
         yield
         return

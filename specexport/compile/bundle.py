@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from specexport.atomic import place_behind_links, remove_leftovers, write_json
+from specexport.checkpoint.vocabulary import read_vocabulary
 from specexport.compile.built import TOKENIZER_NAME, BuiltModel, entry_in_bundle
-from specexport.compile.vocabulary import draftable_size, read_vocabulary, sha256_of
+from specexport.compile.vocabulary import draftable_size, sha256_of
 from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.files import check_files, hash_files
+from specexport_runtime.bundle.held import held
 from specexport_runtime.bundle.manifest import MANIFEST_NAME, Manifest, VocabularyInfo, load_manifest
 from specexport_runtime.errors import BundleError, IncompatibleError, OutputExistsError
 
@@ -17,10 +19,7 @@ CHAT_TEMPLATE_NAME = "chat_template.jinja"
 
 
 def check_output(output: Path, *, force: bool) -> bool:
-    """Check the output folder before any work; True if a bundle stands there, which may be up to date.
-
-    Raises OutputExistsError if something else stands there.
-    """
+    """Whether a bundle stands in the output folder; OutputExistsError if something else does."""
     place_behind_links(output)
     if output.parent.is_dir():
         remove_leftovers(output)
@@ -44,10 +43,11 @@ def check_output(output: Path, *, force: bool) -> bool:
 def find_up_to_date(output: Path, build_key: str) -> Manifest | None:
     """The manifest of the bundle in ``output`` if it is whole and was built from exactly the same input."""
     try:
-        manifest = load_manifest(output)
-        if manifest.build_key != build_key:
-            return None
-        check_files(output, manifest.files)
+        with held(output):
+            manifest = load_manifest(output)
+            if manifest.build_key != build_key:
+                return None
+            check_files(output, manifest.files)
     except (BundleError, IncompatibleError):
         return None
     return manifest
@@ -57,8 +57,9 @@ def refuse_to_replace(output: Path, recipe: BuildRecipe) -> OutputExistsError:
     """The error for a bundle that stands in the way and is not up to date; says what differs."""
     fix = "pass --force to replace it, or choose another folder with -o."
     try:
-        manifest = load_manifest(output)
-        check_files(output, manifest.files)
+        with held(output):
+            manifest = load_manifest(output)
+            check_files(output, manifest.files)
     except (BundleError, IncompatibleError) as error:
         return OutputExistsError(f"{output} holds a bundle that cannot be used ({error.message})", fix)
     asked = recipe.settings()
@@ -79,10 +80,7 @@ def write_bundle(
     tools: Mapping[str, str],
     models: Mapping[str, BuiltModel],  # by role; ``"target"`` gives the tokenizer
 ) -> Manifest:
-    """Write everything but the engines, which are in ``folder/<role>`` already.
-
-    Raises OSError on a full disk.
-    """
+    """Write everything but the engines, which are in ``folder/<role>`` already; OSError on a full disk."""
     target = models["target"]
     (folder / TOKENIZER_NAME).write_bytes(target.tokenizer_json)
     if target.chat_template is not None:
@@ -113,15 +111,17 @@ def put_json(
 ) -> Manifest:
     """Put a JSON file into a bundle, and its hash into the manifest, which is given back with ``change``.
 
-    Whenever this is interrupted, the bundle stays valid, with the old file, without one, or with the new one.
+    No load goes on meanwhile. Whenever this is interrupted, the bundle stays valid, with the old file, without one, or
+    with the new one.
     UserInputError or OSError if it cannot be written.
     """
     files = {path: entry for path, entry in before.files.items() if path != name}
-    if len(files) < len(before.files):
-        replace(before, files=files).write(bundle)  # the old file is about to go
-    write_json(bundle / name, data)
-    done = change(replace(before, files=files | hash_files(bundle, [name])))
-    done.write(bundle)
+    with held(bundle, alone=True):
+        if len(files) < len(before.files):
+            replace(before, files=files).write(bundle)  # the old file is about to go
+        write_json(bundle / name, data)
+        done = change(replace(before, files=files | hash_files(bundle, [name])))
+        done.write(bundle)
     return done
 
 

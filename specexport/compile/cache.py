@@ -44,10 +44,7 @@ def open_cache() -> "EngineCache | None":
 
 
 class EngineCache:
-    """The stage cache of ``specexport build``: above ``max_bytes`` the least recently used entries are removed.
-
-    None for ``folder`` takes :func:`cache_folder`.
-    """
+    """The stage cache of ``specexport build``: above ``max_bytes`` the least recently used entries go."""
 
     def __init__(self, folder: Path | None = None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self.folder = (folder or cache_folder()) / "engines"
@@ -79,10 +76,7 @@ class EngineCache:
         return None
 
     def store(self, key: str, built: BuiltModel, engine_folder: Path) -> bool:
-        """Keep an engine whose files are in ``engine_folder``; False if it was not stored.
-
-        A cache that cannot be written never fails a build.
-        """
+        """Keep an engine whose files are in ``engine_folder``; False if it could not be, which fails no build."""
         size = sum(entry.size for entry in built.files.values()) + len(built.tokenizer_json)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -102,10 +96,7 @@ class EngineCache:
         return True
 
     def prune(self, keep: str | None = None) -> list[str]:
-        """Remove leftovers of killed builds, then the least recently used entries until the rest fits.
-
-        The entry ``keep`` stays. Gives the keys of the removed entries.
-        """
+        """Remove leftovers, then entries used least recently, but ``keep``, until the rest fits; keys of what went."""
         entries: list[tuple[float, int, str]] = []
         for folder in self.folder.iterdir() if self.folder.is_dir() else ():
             if folder.name.startswith("."):

@@ -127,10 +127,7 @@ def check_engine(
     references: Sequence[Float32Array],  # eager logits [len, V] of each sequence
     adapted: Sequence[Sequence[Float32Array]] = (),  # the same with each adapter that requests may choose
 ) -> EngineCheck:
-    """Run the engine on ``sequences`` and compare what it computes; gives the worst of its graphs and steps.
-
-    Raises CheckFailedError, which names the graph, if it is beyond the tolerance.
-    """
+    """Run the engine on ``sequences`` and compare; the worst of its graphs and steps, else CheckFailedError."""
     checks = []
     each = (references, *adapted)
     for unpad_kv in (True,) if entry.engine.padded is None else (True, False):

@@ -196,10 +196,7 @@ def pick(tried: Sequence[TriedForm]) -> TriedForm:
 
 
 def promised_speed(accepted: float, target: StepCost, draft: StepCost, lookahead: int) -> float:
-    """Tokens a second over plain decoding's, at the best K from 0 (no draft at all) to ``lookahead``.
-
-    ``accepted`` is the chance that a draft token passes, 0 to 1.
-    """
+    """Tokens a second over plain decoding's at the best K of ``lookahead``, if ``accepted`` is the chance."""
     plain, step, best, expected = target.seconds(1, 1), draft.seconds(1, 1), 1.0, 1.0
     for k in range(1, lookahead + 1):
         expected += accepted**k

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from specexport.backends.base import BuildJob
 from specexport.backends.registry import BACKENDS, find_backend
+from specexport.checkpoint.vocabulary import read_vocabulary
 from specexport.compile.built import TOKENIZER_NAME, EngineCheck
 from specexport.compile.check import check_obstacle
 from specexport.compile.check_head import check_head
@@ -15,7 +16,7 @@ from specexport.compile.draft_cuts import read_counting_texts
 from specexport.compile.draft_trial import Chosen, DraftForm
 from specexport.compile.model import load_source, pieces_for, resolve_for, table_weights
 from specexport.compile.part import ModelSource, Part, Texts
-from specexport.compile.vocabulary import check_vocabularies, read_vocabulary
+from specexport.compile.vocabulary import check_vocabularies
 from specexport.progress import StageClock
 from specexport.recipe import MTP, BuildRecipe, model_dtype
 from specexport_runtime.bundle.arrays import MASK_NAME
@@ -52,10 +53,7 @@ class HeadPlan(NamedTuple):
 def plan_head(
     recipe: BuildRecipe, source: ModelSource, target: ModelSource, clock: StageClock
 ) -> "tuple[HeadPlan, Checkpoint]":
-    """Read a head's configuration and look at how it guesses; gives the target too, which was loaded for that.
-
-    Raises CheckpointError or UnsupportedModelError if it cannot be read, is for another target, or guesses at chance.
-    """
+    """Read a head's configuration and look at how it guesses; gives the target too, which was loaded for that."""
     from specexport.trace.layers import FeatureRequest
 
     with clock.stage("probe", source.role, source.name):
@@ -185,10 +183,7 @@ def _tables_anew(recipe: BuildRecipe, target: ModelSource) -> "TargetTables":
 
 
 def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: StageClock) -> Part:
-    """Load a draft head, run it in torch, and trace it; ``folder`` is for its engine.
-
-    Raises CheckpointError if it cannot be read.
-    """
+    """Load a draft head, run it in torch, and trace it; ``folder`` is for its engine."""
     import torch
 
     from specexport.checkpoint.source import hash_source, resolve_source

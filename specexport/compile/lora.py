@@ -22,20 +22,14 @@ class BoundAdapters(NamedTuple):
 
 
 def find_adapters(recipe: BuildRecipe) -> "tuple[LoraSource, ...]":
-    """The adapters of a recipe, hashed and their configurations checked.
-
-    Raises CheckpointError if a folder is no adapter's, or asks for what is not honoured.
-    """
+    """The adapters of a recipe, hashed and their configurations checked (CheckpointError)."""
     from specexport.checkpoint.lora import find_adapter
 
     return tuple(find_adapter(name, folder) for name, folder in recipe.lora)
 
 
 def bind_adapters(checkpoint: Any, sources: "Sequence[LoraSource]", *, merge: bool) -> BoundAdapters:
-    """Fit adapters from :func:`find_adapters` to a loaded checkpoint; ``merge`` adds them to its weights.
-
-    Raises CheckpointError if one is damaged, of another model, changed since it was hashed, or cannot be merged.
-    """
+    """Fit adapters to a loaded checkpoint; ``merge`` adds them to its weights. CheckpointError if one cannot."""
     if not sources:
         return BoundAdapters()
     from specexport.checkpoint.lora import find_adapter

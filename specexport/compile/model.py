@@ -78,11 +78,7 @@ def prepare_model(
     features: "FeatureRequest | None" = None,  # what a target gives to a draft head; None for nothing
     checkpoint: "Checkpoint | None" = None,  # of the source, if it was loaded already; used up
 ) -> Part:
-    """Load a target or a draft, run it in torch, and trace it.
-
-    Raises CheckpointError, UnsupportedModelError or RecipeError if the checkpoint cannot be used, or not with this
-    recipe.
-    """
+    """Load a target or a draft, run it in torch, and trace it; errors name what the recipe cannot use."""
     from specexport.trace.check import trace_checkpoint
 
     (cut, prune, trial, beside), role = reductions, source.role
@@ -239,11 +235,7 @@ def _weight_formats(checkpoint: "Checkpoint") -> tuple[WeightFormat, ...]:
 
 
 def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True) -> "Checkpoint":
-    """Load a checkpoint as a recipe wants it.
-
-    Raises CheckpointError or UnsupportedModelError if it cannot be used, or changed since it was hashed, and
-    RecipeError if it does not support the recipe's max_model_len.
-    """
+    """Load a checkpoint as a recipe wants it; CheckpointError if it changed since it was hashed."""
     from specexport.checkpoint.lengths import hold_length
     from specexport.checkpoint.load import load_checkpoint
     from specexport.trace.refuse import check_config
@@ -273,10 +265,7 @@ def _round(checkpoint: "Checkpoint", recipe: BuildRecipe, role: str) -> None:
 
 
 def resolve_for(recipe: BuildRecipe, checkpoint: "Checkpoint") -> BuildRecipe:
-    """The recipe for one model; ``auto`` becomes a length for which no rotary table depends on the length.
-
-    Raises RecipeError if max_model_len is larger than the model supports.
-    """
+    """The recipe for one model; ``auto`` becomes a length for which no rotary table depends on the length."""
     plain = [checkpoint.plain_positions] if recipe.max_model_len == "auto" else []
     return resolve_recipe(recipe, [checkpoint.max_positions, *plain])
 
@@ -388,10 +377,7 @@ def _rank_ids(checkpoint: "Checkpoint", shared: Shared | None, cut: HeadCut) -> 
 
 
 def require_export_stack(backend: Backend | None = None) -> None:
-    """Raise a MissingDependencyError unless the compiler's dependencies are installed; none is imported.
-
-    None for ``backend`` takes the first there is.
-    """
+    """Raise a MissingDependencyError unless the compiler's dependencies are installed; none is imported."""
     backend = backend or next(iter(BACKENDS.values()))
     missing = [name for name in (*_NEEDED, *backend.modules) if importlib.util.find_spec(name) is None]
     if missing:

@@ -105,11 +105,7 @@ class Part:
 
 
 def build_part(part: Part, dump_dir: Path | None = None) -> BuiltModel:
-    """Build the engine of a part and check it; ``dump_dir`` gets the graph after each pass.
-
-    Raises CheckpointError, UnsupportedModelError or RecipeError if the checkpoint cannot be used with this recipe, and
-    CheckFailedError if the engine computes something else than torch.
-    """
+    """Build a part's engine and check it (CheckFailedError); ``dump_dir`` gets the graph after each pass."""
     folder, clock, role = part.job.folder, part.job.clock, part.source.role
     make = partial(_build_form, part, dump_dir)
     chosen = Chosen(part.form, make(part.form, folder, clock, last=part.choice is None))
@@ -229,10 +225,7 @@ def compile_graph(
 
 
 def strip_metadata(ir_model: Any) -> None:
-    """Remove what the exporter notes beside nodes and values: stack traces with paths of this machine, half the file.
-
-    Dumped passes keep it: it shows where a node came from.
-    """
+    """Remove the exporter's notes, stack traces with paths of this machine, which are half the file."""
     import onnx_ir as ir
 
     for graph in (ir_model.graph, *ir_model.functions.values()):

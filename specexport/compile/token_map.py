@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from specexport.checkpoint.vocabulary import read_vocabulary
 from specexport.compile.draft_cuts import read_counting_texts
-from specexport.compile.vocabulary import check_vocabularies, read_vocabulary
+from specexport.compile.vocabulary import check_vocabularies
 from specexport_runtime.bundle.entry import TokenMapEntry
 from specexport_runtime.bundle.token_map import MAP_NAME, NOT_SHARED, TokenMap
 from specexport_runtime.errors import InvalidRequestError, VocabularyMismatchError
@@ -97,10 +98,7 @@ def check_shared(target: Side, draft: Side) -> None:
 
 
 def find_shared(target: Side, draft: Side) -> Shared | None:
-    """The map between two vocabularies, None where they are the same.
-
-    VocabularyMismatchError if the draft cannot say enough of what it is to guess.
-    """
+    """The map between two vocabularies, None if they are one; VocabularyMismatchError if too little is shared."""
     if not _differ(target, draft):
         return None
     theirs, own, target_ids, entry = _compare(target, draft)

@@ -1,32 +1,9 @@
-"""Do target and draft mean the same by every token id? Compares ``tokenizer.json`` files.
-
-Needs neither torch nor the tokenizers library: the vocabulary is read from the JSON form.
-"""
+"""Do target and draft mean the same by every token id? Needs neither torch nor the tokenizers library."""
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from specexport_runtime.errors import CheckpointError, VocabularyMismatchError
-
-
-def read_vocabulary(tokenizer_json: bytes, *, where: str) -> dict[int, str]:
-    """Token text by id, added tokens included; raises CheckpointError for a file of no known form."""
-    try:
-        data: dict[str, Any] = json.loads(tokenizer_json)
-        vocab = data["model"]["vocab"]
-        if isinstance(vocab, Mapping):
-            tokens = {int(index): str(token) for token, index in vocab.items()}
-        else:  # Unigram: a list of [token, score], the position is the id
-            tokens = {index: str(piece[0]) for index, piece in enumerate(vocab)}
-        for added in data.get("added_tokens") or ():
-            tokens[int(added["id"])] = str(added["content"])
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise CheckpointError(
-            f"the tokenizer.json of {where} cannot be read ({error!r}).", "save the tokenizer again in the fast format."
-        ) from error
-    return tokens
+from specexport_runtime.errors import VocabularyMismatchError
 
 
 def check_vocabularies(target: Mapping[int, str], draft: Mapping[int, str], *, num_shared_rows: int | None) -> None:

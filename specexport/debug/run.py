@@ -77,11 +77,7 @@ def _tolerance(entry: ModelEntry) -> float:
 
 
 def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: Progress | None = None) -> DebugReport:
-    """Decode behind ``prompt`` up to the wanted step, and compare two graphs in it.
-
-    InvalidRequestError if bundles, a graph, a pattern or the prompt do not fit; IncompatibleError if an engine shows no
-    layers or cannot run here; CheckFailedError if polygraphy cannot run a graph.
-    """
+    """Decode behind ``prompt`` up to the wanted step, and compare two graphs in it."""
     from specexport.debug.runs import require_polygraphy
 
     require_polygraphy()

@@ -218,10 +218,7 @@ def read_block(
 
 
 def _windows(files: HeadFiles, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """What its layers' configuration has besides that of other heads: which have windows.
-
-    Raises UnsupportedModelError if it has windows, and does not say where.
-    """
+    """What its layers' configuration has besides that of other heads: which have windows."""
     default = layer.get("model_type") not in ("qwen2", "qwen3")  # the others have no such switch
     windows = bool(layer.get("use_sliding_window", default))
     if layer.get("use_sliding_window") and layer.get("layer_types") is None:
@@ -253,10 +250,7 @@ def _block(files: HeadFiles, vocab_size: int, default: int) -> tuple[int, int]:
 
 
 def _layer_ids(files: HeadFiles) -> tuple[str, Any, int]:
-    """Which layers of the target feed it: the key that says so, its value, and what to add for hidden states.
-
-    Raises CheckpointError if nothing says so.
-    """
+    """Which layers of the target feed it: the key that says so, its value, and what to add for hidden states."""
     for key, shift in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
         ids = value_of(files, key)
         if ids is not None:

@@ -38,10 +38,7 @@ class HeadFiles:
 def read_names(
     source: Source, our_name: Callable[[str], str | None]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Path, str]]]:
-    """Shape of each tensor in a source's safetensors, and its file and name there, by our name.
-
-    ``our_name`` gives None for a tensor that is not wanted. Raises CheckpointError if a file cannot be read.
-    """
+    """Shape, file and name there of each tensor of a source, by our name; ``our_name`` gives None if not wanted."""
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}

@@ -327,10 +327,7 @@ def hydra_steps(
     feature_size: int,
     vocab_size: int,
 ) -> HeadReference:
-    """Steps with random features and tokens; ``compute`` gives logits [N] and what is handed on [H].
-
-    It is given all features of a sequence [n, H], and the tokens that a head reads.
-    """
+    """Steps with random features [n, H] and tokens; ``compute`` gives logits [N] and what goes on [H]."""
     generator = np.random.default_rng(21)
     known = [np.zeros((0, feature_size), np.float32) for _ in READ[0]]
     steps = []

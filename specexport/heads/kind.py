@@ -32,10 +32,7 @@ class Reading(NamedTuple):
 
 
 def read_logits(model: Any, ids: Tensor, config: HeadConfig) -> tuple[Tensor, Caches]:  # noqa: ARG001
-    """The target's logits [T, V] of a text of token ids [1, T], and no cache of it.
-
-    ``model`` is a transformers causal language model.
-    """
+    """The target's logits [T, V] of a text of token ids [1, T], and no cache of it."""
     return model(input_ids=ids, use_cache=False).logits[0], ()
 
 

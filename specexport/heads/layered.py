@@ -93,10 +93,7 @@ def read_layered(
 
 
 def check_taps(files: HeadFiles, num_layers: int, ids: Any, *, key: str, shift: int) -> tuple[int, ...]:
-    """The target's hidden states of a list ``ids`` of its layers, which counts ``shift`` less than they do.
-
-    ``key`` is the list's name, for a CheckpointError: it is no list, or one of another target.
-    """
+    """The target's hidden states for layers ``ids``, counted ``shift`` lower; CheckpointError names ``key``."""
     if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise CheckpointError(f"{files.name}: {key} is {ids!r}, no list of layers.", OTHER_TARGET)
     taps = tuple(i + shift for i in ids)
@@ -117,11 +114,7 @@ def load_layered(
     projection: Callable[[HeadConfig], FeatureProjection] = FeatureProjection,
     load_body: Callable[[HeadFiles, HeadConfig, torch.dtype], Any] | None = None,
 ) -> LoadedHead:
-    """Load a head; an embedding or LM head that its files lack is the target's.
-
-    ``load_body`` gives its layers where they are not plain tensors of the files. Raises CheckpointError if tensors are
-    missing, or have other shapes than the configuration says.
-    """
+    """Load a head, layers by ``load_body`` if need be; an embedding or LM head that its files lack is the target's."""
     with modules_of(files):
         with torch.device("meta"):
             head = make(config)

@@ -56,10 +56,7 @@ def load_projection(
 
 
 def fill_module(module: Any, files: HeadFiles, names: Mapping[str, str]) -> None:
-    """Give a module's parameters the tensors of the files; ``names`` has the tensor of each parameter.
-
-    Raises CheckpointError if tensors are missing, or have other shapes than the configuration says.
-    """
+    """Give a module's parameters tensors of the files, as ``names`` says; CheckpointError if one does not fit."""
     state = module.state_dict()
     missing = sorted(stored for stored in names.values() if stored not in files.shapes)
     if missing:

@@ -74,11 +74,7 @@ _OF_SPECULATORS = {
 
 
 def open_mtp(source: Source, values: Mapping[str, Any]) -> HeadFiles:
-    """Find the MTP module of a target's checkpoint; ``values`` configures its language model.
-
-    Raises CheckpointError if it has none, and UnsupportedModelError if its layer is not one of attention and MLP, or
-    its weights are quantized.
-    """
+    """Find the MTP module of a target's checkpoint; ``values`` configures its language model."""
     if source.gguf_file is not None:
         from specexport.heads.mtp_gguf import open_gguf_module
 

@@ -56,11 +56,7 @@ class GgufModule(HeadFiles):
 
 
 def open_gguf_module(source: Source, values: Mapping[str, Any]) -> HeadFiles:
-    """Find the MTP module of a GGUF file for a target that ``values`` configures.
-
-    Raises CheckpointError if it has none, or that of another target, and UnsupportedModelError for an architecture
-    whose modules are not read.
-    """
+    """Find the MTP module of a GGUF file for a target that ``values`` configures."""
     reader = open_reader(source)
     blocks, arch = _find(source, reader), architecture(reader)
     kind = _KINDS.get(arch)

@@ -42,10 +42,7 @@ class Probe(NamedTuple):
 
 
 def probe_head(model: Any, loaded: LoadedHead, pieces: Sequence[npt.NDArray[np.int64]], num_layers: int) -> Probe:
-    """Guess the target's best tokens behind every token of some texts, in each reading.
-
-    ``model`` is the target, a transformers causal language model; ``pieces`` are token ids of the texts.
-    """
+    """Guess the target's best tokens behind every token of the texts ``pieces``, in each reading."""
     readings = kind_of(loaded.config).readings(loaded.config, num_layers)
     taps = sorted({tap for reading in readings for tap in reading.config.taps})
     seen = [_read(model, torch.from_numpy(piece), taps, loaded.config) for piece in pieces]

@@ -52,10 +52,7 @@ class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
 def run_layers(
     head: DraftHead, context: AttentionContext, input_ids: Tensor, positions: Tensor, features: Tensor, *more: Tensor
 ) -> Tensor:
-    """The hidden state [1, T, H] behind a head's layers, for token ids [T], positions [T] and features [T, E].
-
-    ``context`` answers its attention; ``more`` is what a kind's ``states`` reads besides.
-    """
+    """The hidden state [1, T, H] behind a head's layers; ``more`` is what a kind's ``states`` reads besides."""
     given = features[None].to(head.dtype)
     if head.body is None:  # nothing but heads
         return given
@@ -120,10 +117,7 @@ def trace_layers(
     fixed_sizes: bool = False,  # noqa: ARG001 - no size depends on a value
     group_experts: bool = False,
 ) -> TracedModel:
-    """Trace a head (eval mode) to ONNX IR with one ``specexport::UnpaddedAttention`` a layer.
-
-    ``step`` makes of the head what the contract sees; for the others see ``kinds.trace_head``.
-    """
+    """Trace a head (eval mode); ``step`` makes of it what the contract sees, see ``kinds.trace_head``."""
     calls = probe_calls(head)
     with nullcontext() if head.body is None else traceable_experts(head.body, grouped=group_experts):
         ir_model = trace_head_step(step(head), [call.geometry for call in calls])

@@ -36,10 +36,7 @@ def write_head(
     verifier: str,  # name of the target
     lookahead: int,  # draft tokens a round that it was trained for
 ) -> None:
-    """Write a head that was trained here, in bfloat16 and without the embedding: that is the target's.
-
-    Raises UnsupportedModelError if the format has no name for its kind, and UserInputError if a file cannot be written.
-    """
+    """Write a head that was trained here, in bfloat16 and without the embedding: that is the target's."""
     kind = kind_of(config)
     if kind.architecture is None:
         able = " or ".join(other.called for other in KINDS if other.architecture is not None)

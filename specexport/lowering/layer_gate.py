@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks, *, separate: bool = False) -> int:
-    """Put every block behind a gate, in place; returns the number of gates G = 2N.
-
-    The graph gets the input ``layer_mask``, or with ``separate`` an input ``layer_on.{i}`` a gate: a GPU would split
-    the mask in its own memory, and the host would wait. CheckFailedError if a block was joined with its outside.
-    """
+    """Put every block behind a gate, in place, with one input, or ``separate`` ones as a GPU wants; gives G = 2N."""
     import onnx_ir as ir
 
     graph, gates = ir_model.graph, len(blocks.gate_kinds)

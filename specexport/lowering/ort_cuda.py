@@ -50,10 +50,7 @@ _SINK_INPUT, _METADATA_INPUT = 11, 16
 
 
 def lower_ort_cuda(ir_model: "ir.Model") -> None:
-    """Replace every ``UnpaddedAttention`` by ``PagedAttention`` and add the output ``token_ids``, in place.
-
-    UnsupportedModelError if the kernel does not take the dtype (it takes float16 and bfloat16) or a head size.
-    """
+    """Replace each ``UnpaddedAttention`` by ``PagedAttention``, in 16 bits, and add ``token_ids``, in place."""
     for node in _attention_nodes(ir_model):
         _refuse_dtype(node)
     attach_paged_attention(ir_model)

@@ -240,10 +240,7 @@ def _replace(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
 def emit_explicit(
     emit: Emitter, layer: "Attention", step: "AlignedStep", tile: "ir.Value", keys: "ir.Value", values: "ir.Value"
 ) -> "ir.Value":
-    """Attention of a tile of scaled queries [B, W, Hq*D]; returns [B, W, H, G*Dv], with G = Hq/H.
-
-    ``keys`` and ``values`` are the updated caches [B, H, L, D] and [B, H, L, Dv].
-    """
+    """Attention [B, W, H, G*Dv] (G = Hq/H) of a tile of scaled queries [B, W, Hq*D] over updated caches."""
     heads, group = layer.kv_heads, layer.num_heads // layer.kv_heads
     split = emit.reshape(tile, [0, 0, heads, group * layer.k_dim])
     by_head = emit.op("Transpose", split, perm=[0, 2, 1, 3])  # [B, H, W, G*D]

@@ -46,10 +46,7 @@ def choose_num_splits(kv_capacity: int, window: int) -> int:
 
 
 def lower_trt_plugin(ir_model: "ir.Model", *, kv_capacity: int, num_splits: int | None = None) -> tuple[str, ...]:
-    """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
-
-    Returns each layer's plugin name; UnsupportedModelError if the kernels do not compute one exactly.
-    """
+    """Replace each ``UnpaddedAttention`` by a plugin, whose name is given, fix caches, add ``token_ids``."""
     names = replace_attention(ir_model, kv_capacity=kv_capacity, num_splits=num_splits)
     add_token_ids(ir_model)
     drop_unused_step_inputs(ir_model)

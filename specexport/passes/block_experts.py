@@ -11,7 +11,7 @@ from specexport.onnx_emit import Emitter, has_parts, part_of
 from specexport.passes.base import constant_of, sizes_of
 from specexport.passes.block_format import format_of, pack, pack_float, packed_shape
 from specexport.passes.block_linear import Packing, narrowest, stored_weight
-from specexport.passes.block_make import INT4, INT8, int4_weight, int8_weight
+from specexport.passes.block_make import IN_SINGLE, INT4, INT8, fits_half, int4_weight, int8_weight
 from specexport.passes.block_weight import BlockWeight
 from specexport.passes.experts_graph import BLOCK_EXPERTS, SIZES, ExpertsSite, experts_sites
 from specexport_runtime.abi import OP_DOMAIN
@@ -42,10 +42,7 @@ def put_experts(graph: ir.Graph, site: ExpertsSite, gate_up: Packing, down: Pack
 
 
 def put_float_experts(model: ir.Model) -> int:
-    """Replace the remaining layers of experts by ``BlockExperts`` with float weights; returns how many there were.
-
-    CheckFailedError if weights are not constant, or a size is not static.
-    """
+    """Replace the remaining layers of experts by ``BlockExperts`` with float weights; gives how many."""
     sites = experts_sites(model)
     for site in sites:
         put_experts(model.graph, site, *(of_floats(weight_of(site, name)) for name in ("gate_up", "down")))
@@ -66,7 +63,9 @@ def of_floats(tensor: ir.TensorProtocol) -> Packing:
 def of_rounded(tensor: ir.TensorProtocol, bits: int) -> Packing:
     """Float weights [E, N, K] rounded to 8 or 4 bits in blocks; inputs of experts are not measured."""
     kind, make = (INT8, int8_weight) if bits == 8 else (INT4, partial(int4_weight, importance=None))
-    return _packing(tensor, kind, lambda part: pack(kind, make(ir.tensor(part), turned=True)))
+    half = fits_half(_each(tensor), kind)
+    kind = kind if half else IN_SINGLE[kind]
+    return _packing(tensor, kind, lambda part: pack(kind, make(ir.tensor(part), turned=True, half=half)))
 
 
 def of_kept(weight: BlockWeight, count: int) -> Packing:

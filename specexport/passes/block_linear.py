@@ -38,10 +38,7 @@ def of_blocks(weight: BlockWeight) -> Packing:
 
 
 def of_floats(tensor: ir.TensorProtocol, *, turned: bool) -> Packing:
-    """A float weight in the narrowest of bfloat16, float16 and float32 that holds each of its values exactly.
-
-    It is [N, K] if it is ``turned``, else [K, N].
-    """
+    """A float weight in the narrowest type that holds its values exactly; [N, K] if ``turned``, else [K, N]."""
     sizes = sizes_of(tensor)
     width, depth = sizes if turned else sizes[::-1]
     kind = narrowest(channel_parts(tensor, turned))

@@ -53,10 +53,7 @@ class LinearSite(NamedTuple):
 
 
 def channel_parts(tensor: ir.TensorProtocol, turned: bool) -> Iterator[np.ndarray]:
-    """A matrix by its output channels, [n, K] at a time, so that no float copy of a large one is ever whole.
-
-    It is [N, K] if it is ``turned``, else [K, N].
-    """
+    """A matrix [N, K] if ``turned``, else [K, N], by output channels: [n, K] at a time, never a whole copy."""
     axis = 0 if turned else 1
     sizes = sizes_of(tensor)
     width, depth = sizes[axis], sizes[1 - axis]

@@ -61,10 +61,7 @@ class Obstacle(Exception):  # noqa: N818 - an answer, not an error
 
 
 class Dataflow:
-    """Which nodes read what in a graph that is sorted topologically, and does not change while this is in use.
-
-    A node with subgraphs reads what they read.
-    """
+    """Which nodes read what in a sorted graph that does not change; a node reads what its subgraphs read."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.nodes = list(graph)

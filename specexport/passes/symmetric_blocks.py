@@ -40,7 +40,8 @@ def _round_to(
     values: np.ndarray, scales: np.ndarray, rounded: npt.DTypeLike
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes of blocks [n, block, N] with given scales [n, 1, N], the scales as they are stored, and squared errors."""
-    scales = as_stored(scales, rounded, -_LEAST)
-    scales = np.where(scales == 0, np.float32(1), scales)
+    least = np.float32(2.0**-24 if np.dtype(rounded) == np.float16 else 2.0**-126)
+    stored = as_stored(scales, rounded, -_LEAST)
+    scales = np.where(stored != 0, stored, np.where(scales == 0, np.float32(1), np.copysign(least, scales)))
     codes = np.clip(np.rint(values / scales), _LEAST, _MOST)
     return codes, scales, np.square(codes * scales - values).sum(axis=1, keepdims=True)

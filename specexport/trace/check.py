@@ -47,10 +47,7 @@ def trace_checkpoint(
 def eager_logits(
     model: Any, sequences: "Sequence[Sequence[int]]", *, together: bool = False
 ) -> list[npt.NDArray[np.float32]]:
-    """Logits float32 [len, V] of each sequence from the model's eager attention, without a cache.
-
-    ``together`` runs the model once, as weights in files are read in each run: shorter sequences are filled up behind.
-    """
+    """Logits float32 [len, V] of each sequence, eager, without a cache; ``together`` runs the model once."""
     with torch.no_grad(), implementation(model, "eager"):
         if together:
             longest = max(map(len, sequences))

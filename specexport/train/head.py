@@ -141,10 +141,7 @@ class HeadPlan:
 
 
 def new_config(kind: str, target: Any, vocab_size: int, draft_vocab_size: int) -> HeadConfig:
-    """A head of one layer for a target. An EAGLE-3 head has a norm for each hidden state that it reads.
-
-    ``target`` is the target's configuration as transformers has it.
-    """
+    """A head of one layer for a target as transformers configures it; EAGLE-3 has a norm a hidden state."""
     width, layers = int(target.hidden_size), int(target.num_hidden_layers)
     head_dim = 64 if width < 512 else 128
     heads = 2 ** max(1, math.ceil(math.log2(width / head_dim)))
@@ -184,10 +181,7 @@ def draft_size(asked: int | None, vocab_size: int) -> int:
 
 
 def count_ids(texts: Iterable[Sequence[int]], size: int, vocab_size: int, keep: Iterable[int]) -> Int32Array:
-    """The tokens that a head's LM head has, int32 [size], ascending: the most frequent ones of the target's texts.
-
-    Ids of ``keep`` stay, however often they were seen: they end a text.
-    """
+    """Token ids of an LM head, int32 [size], ascending: the target's most frequent ones, and those to ``keep``."""
     counts: Counter[int] = Counter()
     for text in texts:
         counts.update(text)
@@ -197,10 +191,7 @@ def count_ids(texts: Iterable[Sequence[int]], size: int, vocab_size: int, keep: 
 
 
 def divergence(logits: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-    """Mean cross entropy of the head's distribution under the target's, over valid places.
-
-    Both logits are of the same tokens, [B, T, N]; ``valid`` is bool [B, T].
-    """
+    """Mean cross entropy of a head's law under the target's, of logits [B, T, N], where ``valid`` [B, T]."""
     places = valid.flatten()
     log_q = functional.log_softmax(logits.flatten(0, 1)[places].float(), dim=-1)
     p = functional.softmax(target.flatten(0, 1)[places].float(), dim=-1)

@@ -130,10 +130,7 @@ class Trainer:
         write_tensors(folder / STATE_NAME, whole, meta)
 
     def resume(self, folder: Path) -> bool:
-        """Go on from what :meth:`save` wrote; False if there is nothing.
-
-        InvalidRequestError: it is damaged, or of other settings or texts.
-        """
+        """Go on from what :meth:`save` wrote, False if nothing; InvalidRequestError if it is damaged or of others."""
         path = folder / STATE_NAME
         if not path.is_file():
             return False

@@ -35,10 +35,7 @@ def file_name(number: int) -> str:
 
 
 class FeatureStore:
-    """Texts with hidden states, in a folder. A file is written under another name, then renamed.
-
-    ``made_of`` names the texts and the hidden states. InvalidRequestError: files are of others, damaged or missing.
-    """
+    """Texts with hidden states in a folder, which ``made_of`` names; InvalidRequestError for others' files."""
 
     def __init__(self, folder: Path, made_of: str) -> None:
         self.folder, self.made_of = folder, made_of

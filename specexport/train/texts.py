@@ -22,11 +22,7 @@ def write_texts(
     threads: int | None = None,
     on_group: Callable[[int], None] = lambda _: None,  # hears how many texts are there
 ) -> None:
-    """Let a bundle continue prompts, every second group greedily; ``path`` keeps the lines that it has.
-
-    ``on_group`` may raise: the texts that it hears of are on the disk.
-    InvalidRequestError: the file is damaged or of other prompts or settings, or the bundle has no room for such texts.
-    """
+    """Let a bundle continue prompts, every second group greedily; ``path`` keeps the lines that it has."""
     key = texts_key(prompts, settings)
     _cut_half_line(path)
     done = len(read_texts(path, key)) if path.is_file() else 0

@@ -3,6 +3,7 @@
 A manifest has a name and a hash and no path: the name is tried where it may lie, and the hash decides.
 """
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator, Sequence
@@ -69,7 +70,7 @@ def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Pa
     from specexport.checkpoint.source import hash_checkpoint
 
     entry = manifest.models[role]
-    revision, runs_code = manifest.recipe.get(_REVISION_KEYS[role]), bool(manifest.recipe.get("trust_remote_code"))
+    revision, runs_code = recorded_revision(manifest, role), bool(manifest.recipe.get("trust_remote_code"))
     if given is not None:
         found = hash_checkpoint(given, revision, remote_code=runs_code)
         if found != entry.source.sha256:
@@ -79,25 +80,28 @@ def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Pa
                 f"give the checkpoint {entry.source.name} as it was at build time.",
             )
         return given
-    for candidate in _candidates(entry.source.name, bundle):
+    for candidate in _candidates(entry.source.name, revision, bundle):
         try:
             if hash_checkpoint(candidate, revision, remote_code=runs_code) == entry.source.sha256:
                 return candidate
         except CheckpointError:
             continue
     raise CheckpointNotFoundError(
-        f"the {role}'s checkpoint {entry.source.name} (sha256 {entry.source.sha256[:16]}…) was not found.",
-        f"name it with {_OPTIONS[role]}.",
+        f"the {role}'s checkpoint {entry.source.name} (sha256 {entry.source.sha256[:16]}…) is not on this machine.",
+        f"name its folder with {_OPTIONS[role]}, or a hub id to fetch it from.",
     )
 
 
-def _candidates(source: str, bundle: Path) -> Iterator[str]:
-    """Where a checkpoint of that name may lie: here, beside the bundle, on the hub (or in its cache)."""
+def _candidates(source: str, revision: str | None, bundle: Path) -> Iterator[str]:
+    """Where a checkpoint of a name may lie: never fetched, as a stranger's bundle may give the name."""
     for folder in dict.fromkeys((Path(), Path(os.path.abspath(bundle)).parent, bundle.resolve().parent)):
         if (folder / source).exists():
             yield str(folder / source)
     if "/" in source:
-        yield source
+        from huggingface_hub import snapshot_download
+
+        with contextlib.suppress(OSError, ValueError):  # it is not there, or the name is none
+            yield snapshot_download(source, revision=revision, local_files_only=True)
 
 
 class EagerModel(NamedTuple):

@@ -213,10 +213,7 @@ def check_greedy(
 
 
 def _ways(engine: SpecEngine, lookaheads: Sequence[int]) -> list[Drafting]:
-    """How each run drafts; the last one by trees, if the target takes them.
-
-    A drafter with its own cache is tried at every K: what it keeps must be taken back by any number of tokens.
-    """
+    """How each run drafts, the last by trees; a drafter with its own cache at every K, to take any number back."""
     runs = []
     for name, kind in KINDS.items():
         try:

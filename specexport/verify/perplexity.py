@@ -203,10 +203,7 @@ def score_logits(
 
 
 def count_predicted(windows: Sequence[Sequence[int]], cut_head: CutHead | None = None) -> int:
-    """Tokens of all windows but the first of each; with a cut LM head, only the tokens that it has.
-
-    Raises InvalidRequestError if the head has none of them.
-    """
+    """Tokens of all windows but the first of each, of a cut LM head's alone (InvalidRequestError for none)."""
     if cut_head is None:
         return sum(len(window) - 1 for window in windows)
     known = sum(int(np.isin(window[1:], cut_head.ids).sum()) for window in windows)

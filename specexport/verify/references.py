@@ -85,11 +85,7 @@ def collect_references(
     clock: StageClock,
     adapter: VerifiedAdapter | None = None,  # of the target
 ) -> References:
-    """Compute what the engines will be compared with; no model stays in memory.
-
-    CheckpointError if a given checkpoint is another one, or a required one was not found; InvalidRequestError if one is
-    given for a model that the bundle lacks, or the reference bundle has other float models.
-    """
+    """Compute what the engines will be compared with; no model stays in memory."""
     found = References()
     if options.reference is not None:
         _losses_of_bundle(bundle, options.reference, manifest, windows, options, clock, found, adapter)

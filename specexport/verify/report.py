@@ -116,11 +116,7 @@ def _plain(value: Any) -> Any:
 
 
 def record_report(bundle: Path, report: VerifyReport) -> Manifest:
-    """Put the report into the bundle: the file with its hash, and the summary in the manifest, which is returned.
-
-    Whenever this is interrupted, the bundle stays valid and up to date. BundleError if it was rebuilt meanwhile,
-    UserInputError if it cannot be written.
-    """
+    """Put the report into the bundle, which stays valid whenever this ends; the manifest is returned."""
     manifest = load_manifest(bundle)
     if manifest.build_key != report.build_key:
         raise BundleError(f"{bundle} was rebuilt while it was verified.", "run `specexport verify` again.")

@@ -105,10 +105,7 @@ def check_sampling(
     seed: int = 0,  # of the first draw; the result depends on it and the bundle only
     accept: AcceptFunction = RULES[DEFAULT_RULE],  # the acceptance rule on recorded logits
 ) -> SamplingResult:
-    """Draw from the speculative process and compare with the target's exact distribution.
-
-    Without a draft, one-hot drafts are tested, and plain sampling. InvalidRequestError for too few samples.
-    """
+    """Compare draws with the target's exact law: of the speculative process, or plain and of one-hot drafts."""
     if not prompts or not settings or min(num_samples, num_runs) < _MIN_SAMPLES:
         raise InvalidRequestError(f"the sampling test needs a prompt and {_MIN_SAMPLES} samples.", "ask for more.")
     chosen = _choose_contexts(engine, prompts, num_contexts)
@@ -173,7 +170,7 @@ def _choose_contexts(engine: SpecEngine, prompts: Sequence[Sequence[int]], count
 def _test_recorded(context: _Context, setting: Setting, accept: AcceptFunction, drawing: _Drawing) -> SamplingTest:
     target = conditional(context.target, context.sampler(setting.params))
     draft = None if context.draft is None else conditional(context.draft, context.sampler(setting.params))
-    streams = [RoundDraws(RandomStream(drawing.seed + i), fresh=True) for i in range(drawing.num_samples)]
+    streams = [RoundDraws(RandomStream(drawing.seed + i)) for i in range(drawing.num_samples)]
     outcomes = [
         draw_outcome(target, draft, draws, accept, depth=setting.depth, lookahead=drawing.lookahead)
         for draws in streams
@@ -253,5 +250,5 @@ def _draw_round(
         lambda j: target(path[: len(known) + j]) if len(known) + j < depth else _UNSEEN,
         draws,
     )
-    draws.end_round(verdict.accepted + 1)
+    draws.end_round()
     return (*path[: len(known) + verdict.accepted], verdict.next_token)

@@ -45,10 +45,7 @@ def step_tolerance(backend: str, dtype: str, num_layers: int) -> float:
 
 
 def text_limits(approximation: str | None, dtype: str, num_layers: int) -> TextLimits:
-    """What an approximation may cost on a text, and what 16 bits may.
-
-    Raises IncompatibleError if no limit is known for ``approximation`` or ``dtype``.
-    """
+    """What an approximation may cost on a text, and what 16 bits may; IncompatibleError for unknown ones."""
     limits = _EXACT if approximation is None else limits_of(approximation)
     rounding = 0.0 if dtype == "float32" else logit_tolerance(dtype, num_layers).rms
     return TextLimits(limits.perplexity + rounding, limits.divergence + rounding)

@@ -22,10 +22,7 @@ class Drafting(NamedTuple):
 
 
 def tree_drafting(engine: SpecEngine, lookahead: int) -> Drafting | None:
-    """Trees of the first drafter that there is, models before copies; None if the target takes no trees.
-
-    A tree has a chain of ``lookahead`` tokens, or as many as the engine drafts, and twice as many branches.
-    """
+    """Trees of the first drafter, models before copies, twice as many branches as the chain; else None."""
     count = min(lookahead, engine.lookahead)
     for name in sorted(KINDS, key=lambda name: KINDS[name].traits.is_free):
         found = Drafting(name, count, 3 * count)

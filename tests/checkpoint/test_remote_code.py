@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from specexport.checkpoint.source import hash_checkpoint
 from specexport.verify.checkpoint import find_checkpoint
@@ -67,3 +68,32 @@ def test_a_checkpoint_whose_code_was_trusted_is_found_again(tmp_path: Path) -> N
         if trusted:
             with pytest.raises(CheckpointError, match="not what this target was built from"):
                 find_checkpoint(manifest, "target", str(folder), tmp_path)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_nothing_is_fetched_that_only_a_bundle_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    """A stranger's bundle: its checkpoint is sought on this machine, and a fetch must be asked for."""
+    folder, asked = tmp_path / "hub" / "snapshot", []
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
+
+    def snapshot_download(repo_id: str, **named: Any) -> str:
+        asked.append((repo_id, named["revision"], named.get("local_files_only", False)))
+        if not cached and asked[-1][2]:
+            raise LocalEntryNotFoundError("not there")
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    entry = make_entry(source=SourceEntry("someone/model", hash_checkpoint(str(folder)), "Llama"))
+    manifest: Any = SimpleNamespace(models={"target": entry}, recipe={"revision": "v1"})
+    if cached:
+        assert find_checkpoint(manifest, "target", None, tmp_path / "bundle") == str(folder)
+    else:
+        with pytest.raises(CheckpointError, match=r"not on this machine.*--checkpoint, or a hub id to fetch it from"):
+            find_checkpoint(manifest, "target", None, tmp_path / "bundle")
+    assert asked == [("someone/model", "v1", True)]
+    assert find_checkpoint(manifest, "target", "someone/model", tmp_path / "bundle") == "someone/model"
+    assert asked[1:] == [("someone/model", "v1", False)]

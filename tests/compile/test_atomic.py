@@ -1,5 +1,6 @@
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -7,13 +8,16 @@ import pytest
 from specexport import atomic
 from specexport.compile.bundle import check_output
 from specexport.recipe import BuildRecipe
+from specexport_runtime.bundle import held
 from specexport_runtime.errors import OutputExistsError, UserInputError
 
 GONE = 2**22 + 1
-"""Beyond the largest process number."""
+"""A mark whose lock nobody has."""
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
+READ_ONLY = OSError(errno.EROFS, "Read-only file system")
+TOO_LARGE = OSError(errno.EFBIG, "File too large")
 
 
 def names(folder: Path) -> list[str]:
@@ -33,11 +37,13 @@ def fail_half_way(path: Path, error: BaseException) -> None:
         (KeyboardInterrupt(), None),
         (SystemExit(1), "1"),
         (FULL, "full.* 1,234 .*free"),
+        (READ_ONLY, "read-only"),
+        (TOO_LARGE, "larger.*ulimit"),
     ],
     ids=repr,
 )
 def test_nothing_is_left_when_the_work_raises(tmp_path: Path, error: BaseException, said: str | None) -> None:
-    with pytest.raises(UserInputError if error is FULL else type(error), match=said):
+    with pytest.raises(UserInputError if error in (FULL, READ_ONLY, TOO_LARGE) else type(error), match=said):
         fail_half_way(tmp_path / "out", error)
     assert names(tmp_path) == []
 
@@ -57,7 +63,7 @@ def test_a_folder_appears_complete_and_the_old_one_stays_until_then(old: Path) -
     with atomic.new_folder(old, replace=True) as folder, atomic.new_folder(old / "deep" / "other") as another:
         (folder / "new").write_text("2")
         (another / "a").write_text("3")
-        assert names(old) == ["deep", "old"]
+        assert [name for name in names(old) if not name.startswith(".")] == ["deep", "old"]
         assert not (old / "deep" / "other").exists()
     assert names(old) == ["new"]
     assert names(old.parent) == ["out"]
@@ -94,14 +100,25 @@ def test_a_folder_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["out", "a[1]*"])
-def test_leftovers_go_when_their_process_is_gone(tmp_path: Path, name: str) -> None:
-    gone = {f".{name}.tmp-{pid}" for pid in (GONE, os.getpid())}
-    keep = {f".{name}.tmp-{os.getppid()}", f".{name}.tmp-x", f".{name}er.tmp-{GONE}", f"{name}.tmp-{GONE}"}
-    keep.add(f".a1x.tmp-{GONE}")  # names are no patterns
-    for each in gone | keep:
+def test_leftovers_go_when_nobody_has_their_lock(tmp_path: Path, name: str) -> None:
+    gone = {f".{name}.tmp-{GONE}", f".{name}.tmp-1", f".{name}.old-2"}
+    keep = {
+        f".{name}.tmp-x",
+        f".{name}er.tmp-{GONE}",
+        f"{name}.tmp-{GONE}",
+        f".a1x.tmp-{GONE}",
+    }  # names are no patterns
+    for each in gone | keep | {name}:
         (tmp_path / each).mkdir()
-    assert {path.name for path in atomic.remove_leftovers(tmp_path / name)} == gone
-    assert set(names(tmp_path)) == keep
+    (tmp_path / f".{name}.lock-{GONE}").touch()
+    with atomic.new_folder(tmp_path / name, replace=True) as written:  # as a build in another container
+        (written / "half").write_text("1")
+        assert not gone & set(names(tmp_path))
+        for each in gone:
+            (tmp_path / each).mkdir()
+        assert {path.name for path in atomic.remove_leftovers(tmp_path / name)} == gone
+        assert (written / "half").exists()
+    assert set(names(tmp_path)) == keep | {name}
 
 
 def test_a_replacement_that_was_killed_between_its_renames_is_undone(tmp_path: Path) -> None:
@@ -114,6 +131,22 @@ def test_a_replacement_that_was_killed_between_its_renames_is_undone(tmp_path: P
     (tmp_path / f".out.old-{GONE}").mkdir()
     assert len(atomic.remove_leftovers(tmp_path / "out")) == 1
     assert names(tmp_path / "out") == ["manifest.json"]
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_several_replace_a_folder_at_once(old: Path, monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
+    if not locks:
+        monkeypatch.setattr(held, "take_lock", lambda *_args, **_options: None)
+
+    def put(number: int) -> None:
+        for _ in range(60):
+            with atomic.new_folder(old, replace=True, sync=False) as folder:
+                (folder / f"by-{number}").touch()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(put, range(4)))
+    assert names(old.parent) == ["out"]
+    assert [name[:3] for name in names(old)] == ["by-"]
 
 
 def test_a_cloned_file_shares_nothing_with_its_source(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specexport.checkpoint.vocabulary import read_vocabulary
 from specexport.compile import draft_trial, pipeline
 from specexport.compile import token_map as module
 from specexport.compile.pipeline import build_bundle
 from specexport.compile.token_map import MOST_PIECES, Side, check_shared, find_shared
-from specexport.compile.vocabulary import check_vocabularies, draftable_size, read_vocabulary
+from specexport.compile.vocabulary import check_vocabularies, draftable_size
 from specexport.recipe import BuildRecipe
 from specexport.verify.options import VerifyOptions
 from specexport.verify.run import verify_bundle

@@ -1,4 +1,5 @@
-// Runs every kernel of this processor over every format, or with `operators` all operators, without ONNX Runtime: for
+// Runs every kernel of this processor over every format, or with `operators` all operators, or with `draws`, their number and a seed
+// all of them over drawn attributes, shapes and values that nothing made sense of, without ONNX Runtime: for
 // sanitizers, and for other processors by emulation. Weights are any bytes, in buffers of exactly their size; products
 // are compared with those of other kernels, bit by bit, and rows in company with the same rows alone. It also prints a
 // digest of all bits, to be compared with another processor's.
@@ -12,13 +13,6 @@
 #include "emulated_tiles.h"
 
 using namespace specexport;
-
-extern "C" void specexport_cut_rows(int64_t, int64_t, const double*, const double*, const double*, const int32_t*, const float*,
-                                    double*, int64_t*, double*);
-extern "C" void specexport_cut_surplus(int64_t, const int64_t*, const double*, int64_t, const int64_t*, const double*, int64_t,
-                                       double, double, double*);
-extern "C" void specexport_find_row(const float*, int64_t, const double*, double*, int32_t*, float*, float*, float*, double*);
-extern "C" void specexport_row_surplus(const double*, const float*, const float*, double*, double*);
 
 namespace {
 void product(const Kernels& set, Product& p, int64_t rows) {
@@ -124,7 +118,7 @@ bool cuts_are_laws() {
     right = right && count >= 1 && sum > 1 - 1e-12 && sum < 1 + 1e-12;
     const int64_t other = row > 1 ? int64_t(cut[5 * (row - 1)]) : 0;
     const int64_t at = row * kFew, before = at - kFew;
-    specexport_cut_surplus(count, kept + at, probs + at, other, kept + before, probs + before, kept[at], 1.0, 0.5, left);
+    specexport_cut_surplus(count, kept + at, probs + at, other, kept + before, probs + before, 1.0, 0.5, left);
     right = right && left[0] >= 0 && left[0] < 1 + 1e-12 && (left[1] >= 0 || left[0] == 0);
   }
   free(numbers), free(kept), free(ids), free(values);
@@ -193,9 +187,10 @@ int check_kernels() {
 }
 }  // namespace
 
-int main(int count, char** arguments) {
-  if (count > 1 && !strcmp(arguments[1], "time")) return time_kernels();
-  const int failed = count > 1 ? check_operators() : check_kernels();
+int main(int count, char** words) {
+  if (count > 1 && !strcmp(words[1], "time")) return time_kernels();
+  if (count > 3) state = uint32_t(atoi(words[3]));
+  const int failed = count > 2 ? check_draws(atoi(words[2])) : count > 1 ? check_operators() : check_kernels();
   if (count > 1) printf("operators with %s\n", isa_name(isa()));
   printf("%d failed\n", failed);
   return failed;

@@ -144,8 +144,8 @@ def test_bad_inputs_are_errors_of_one_line(library: Path) -> None:
             cut.run(None, step)
     for changed, message in (
         ({"gate_up": "int7"}, "no block format 'int7'"),
-        ({"interleaved": 3}, "interleaved must be 0, 1 or 2"),
-        ({"width": 0}, "I must be 1 or more"),
+        ({"interleaved": 3}, "interleaved is 3, and must be from 0 to 2"),
+        ({"width": 0}, "I is 0, and must be from 1 to "),
     ):
         with pytest.raises(Exception, match=message):
             cases.session(str(library), layer._replace(**changed), weights)  # type: ignore[arg-type]

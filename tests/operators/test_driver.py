@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases.chance import many, seed
+
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
 OPERATORS = Path(__file__).parents[2] / "runtime" / "operators"
 INCLUDED = {"linear_portable.cpp", "linear_avx512.cpp"}  # by files here, which add kernels of emulated tiles
@@ -21,12 +23,15 @@ SOURCES = [
 ]
 FLAGS = ["-std=c++17", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fno-math-errno"]
 FLAGS += ['-DSPECEXPORT_BUILD="driver"']
+DRAWS = 100_000
 
 
-def run(program: Path, *before: str, kernels: str = "") -> set[str]:
+def run(program: Path, *before: str, kernels: str = "", draws: int = 0) -> set[str]:
     """Kernels that ran; with ``kernels``, those of the operators."""
-    command = [*before, str(program), *(["operators"] if kernels else [])]
-    environment = os.environ | {"SPECEXPORT_CPU_KERNELS": kernels}
+    words = ["draws", str(draws), str(seed(37))] if draws else ["operators"] if kernels else []
+    command = [*before, str(program), *words]
+    limits = {"ASAN_OPTIONS": "allocator_may_return_null=1:max_allocation_size_mb=64"} if draws else {}
+    environment = os.environ | {"SPECEXPORT_CPU_KERNELS": kernels} | limits
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return set(done.stdout.split())
@@ -42,8 +47,11 @@ def test_sanitizers_find_nothing(kinds: str, level: str, tmp_path: Path) -> None
     subprocess.run(["g++", *FLAGS, *sanitize, *SOURCES, "-o", program], check=True)
     ran = run(program)
     assert {"portable", "tiles_and_portable"} <= ran
-    for kernels in ran & {"portable", "avx2", "avx512vnni", "amx"}:
+    of_operators = ran & {"portable", "avx2", "avx512vnni", "amx"}
+    for kernels in of_operators:
         assert kernels in run(program, kernels=kernels)
+        if "address" in kinds:
+            assert kernels in run(program, kernels=kernels, draws=many(DRAWS) // len(of_operators))
 
 
 def test_aarch64_has_the_bits_of_this_processor(tmp_path: Path) -> None:

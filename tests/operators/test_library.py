@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import pytest
 from specexport.doctor import command as doctor
 from specexport_runtime.errors import IncompatibleError, MissingDependencyError, UserInputError
 from specexport_runtime.executors import operators
+from tests.support.cases import linear_cases
+from tests.support.cases.memory import needs_linux, process_bytes
 
 
 @pytest.fixture
@@ -146,3 +149,19 @@ def test_doctor_says_which_run() -> None:
     assert finding.topic == "CPU operators"
     assert finding.found.split()[0] == operators.kernels()
     assert all(name in finding.found for name in operators.runnable_kernels())
+
+
+@needs_linux
+def test_a_thread_that_ends_gives_its_memory_back(library: Path) -> None:
+    """Of a user's thread, in which the parts of a step ran."""
+    nodes, inputs = [linear_cases.linear("int8", 16, 4096)], {"x": (onnx.TensorProto.FLOAT, 2)}
+    weight = linear_cases.packed("int8", 16, 4096, np.random.default_rng(1))
+    session = linear_cases.session(str(library), nodes, inputs, {"w": weight}, ["y"], 1)
+    x = np.ones((400, 4096), np.float32)  # 1.8 MB once they are arranged
+    for count in (2, 20):
+        before = process_bytes()
+        for _ in range(count):
+            thread = threading.Thread(target=session.run, args=(None, {"x": x}))
+            thread.start()
+            thread.join()
+    assert process_bytes() - before < 8e6

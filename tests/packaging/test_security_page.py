@@ -18,6 +18,6 @@ ROWS = [
 def test_what_is_enforced_has_a_place_and_a_test(row: list[str]) -> None:
     _, _, place, test = row
     name = place.strip("`")
-    assert (ROOT if name.startswith(("specexport/", "docker/")) else RUNTIME).joinpath(name).exists(), place
+    assert (ROOT if name.startswith(("specexport/", "docker/", "runtime/")) else RUNTIME).joinpath(name).exists(), place
     path, _, function = test.strip("`").partition("::")
     assert f"def {function}(" in (ROOT / "tests" / path).read_text(), test

@@ -10,6 +10,9 @@ import pytest
 
 from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.ops.spec import EXPERTS
+from specexport.passes.block_experts import of_rounded
+from specexport.passes.block_format import unpack
+from specexport.passes.block_linear import of_blocks
 from specexport.passes.block_make import half_up, int4_weight, int8_weight
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.quantize_ort_cpu import HEAD_SHARE, BlockQuantizePass
@@ -131,17 +134,45 @@ def test_int4_blocks_are_within_a_step_and_keep_zeros() -> None:
         assert (values[:, 80:] == 0).all()
 
 
+SIZES = [1e-30, 1e-9, 1e-7, 1e-5, 1e-3, 1e3, 1e6, 1e9]
+"""Times a weight of about 1: scales of 8 bits then lie on both sides of what float16 holds."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("way", ["8", "4", "4 measured", "8 experts", "4 experts"])
+def test_blocks_lose_as_little_of_small_and_large_weights(size: float, way: str) -> None:
+    draw = np.random.default_rng(6)
+    weight = (draw.uniform(-1, 1, (16, 64)) * size).astype(np.float32)
+    weight[:, :32] *= np.float32(1e-2)  # a block of small ones
+    bits = int(way[0])
+    if "experts" in way:
+        packed = of_rounded(ir.tensor(weight[None]), bits)
+        found = unpack(packed.format, packed.make(), 16, 64)
+    else:
+        importance = np.ones(64, np.float32) if "measured" in way else None
+        made = (
+            int8_weight(ir.tensor(weight), turned=True)
+            if bits == 8
+            else int4_weight(ir.tensor(weight), turned=True, importance=importance)
+        )
+        found = unpack(of_blocks(made).format, of_blocks(made).make(), 16, 64)
+    steps = 254 if bits == 8 else 15
+    spread = np.abs(weight).reshape(16, 2, 32).max(axis=2).repeat(32, axis=1) * 2 / steps
+    assert (np.abs(found - weight) <= spread * {"8": 0.54, "4": 1.1}[way[0]] * (2 if "measured" in way else 1)).all()
+
+
 @pytest.mark.parametrize("measured", [False, True])
-def test_int4_weights_whose_scales_are_beyond_float16_are_refused(measured: bool) -> None:
+def test_weights_that_are_no_numbers_are_refused(measured: bool) -> None:
     weight = np.zeros((2, 64), np.float32)
-    weight[1, 40] = 9e5  # over 15 steps: below the largest float16, 65504
     importance = np.ones(64, np.float32) if measured else None
-    found = int4_weight(ir.tensor(weight), turned=True, importance=importance).floats()
-    assert np.abs(found - weight).max() < 9e5 / 15
-    for large in (1e6, -1e6, np.inf, np.nan):
-        weight[1, 40] = large
-        with pytest.raises(UnsupportedModelError, match="larger than quantization can store"):
-            int4_weight(ir.tensor(weight), turned=True, importance=importance).read(np.arange(2))
+    for odd in (np.inf, -np.inf, np.nan):
+        weight[1, 40] = odd
+        for made in (
+            int4_weight(ir.tensor(weight), turned=True, importance=importance),
+            int8_weight(ir.tensor(weight), turned=True),
+        ):
+            with pytest.raises(UnsupportedModelError, match="larger than quantization can store"):
+                made.read(np.arange(2))
 
 
 def test_scales_are_rounded_up_to_what_is_stored() -> None:

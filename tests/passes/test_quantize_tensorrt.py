@@ -100,6 +100,18 @@ def test_what_engines_lack_is_refused(kind: str, backend: str) -> None:
         quantizing_passes(kind, backend)
 
 
+@pytest.mark.parametrize("rounded", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("size", [1e-7, 4e-6, 1e-3, 1e3])
+def test_small_weights_are_not_lost(rounded: Any, size: float) -> None:
+    matrix = (MATRIX / np.abs(MATRIX).max() * np.float32(size)).astype(rounded).astype(np.float32)
+    found = values_of(*quantize_blocks(matrix, 32, rounded))
+    blocks = np.abs(matrix).reshape(-1, 32, matrix.shape[1]).max(axis=1).repeat(32, axis=0)
+    # Half a step of the largest, which a smaller scale may cut off; and what float16 has between two numbers, 8 times.
+    slack = 8 * 2.0**-25 if rounded is np.float16 else 0
+    assert (np.abs(found - matrix) <= blocks * 0.25 + slack).all()
+    assert np.abs(found - matrix).mean() <= np.abs(matrix).mean() * 0.15
+
+
 @pytest.mark.parametrize("rounded", [np.float16, ml_dtypes.bfloat16])
 def test_weights_whose_scales_are_beyond_what_is_stored_are_refused(rounded: Any) -> None:
     matrix = MATRIX * np.float32(1e5 if rounded is np.float16 else 1e15)

@@ -11,15 +11,17 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.decoding import loop as loop_module
 from specexport_runtime.engine_options import EngineOptions
-from specexport_runtime.errors import BundleError, EngineClosedError, InvalidRequestError
+from specexport_runtime.errors import BundleError, EngineClosedError, EngineDeadError, InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.ray_serve import build_app, parse_settings
 from specexport_runtime.ray_serve.affinity import by_preference, is_overloaded, prompt_key
 from specexport_runtime.ray_serve.deployments import _without_keys, make_application
 from specexport_runtime.ray_serve.ingress import PrefixIngress, _relay
-from specexport_runtime.ray_serve.replica import Progress, Replica, StuckError, config_here, run_asgi
+from specexport_runtime.ray_serve.replica import Replica, config_here, run_asgi
 from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.server.app import create_app
 from specexport_runtime.server.errors import as_api_error
 from tests.support.cases.patience import HANG_S, wait_until
 from tests.support.fakes.engine_of import engine_of
@@ -128,23 +130,6 @@ def test_keys_are_not_part_of_what_ray_keeps(demo_bundle, monkeypatch):
     assert config_here(bare, needs_key=True).api_keys == ("secret",)
 
 
-def test_a_replica_without_rounds_is_stuck_only_while_requests_are_active():
-    now = [0.0]
-    progress = Progress(10.0, lambda: now[0])
-    for now[0] in (0.0, 50.0):
-        progress.check(num_active=0)
-    for now[0] in (65.0, 74.0):  # a check came late: nobody knows how long they have been there
-        progress.check(num_active=2)
-    now[0] = 76.0
-    with pytest.raises(StuckError, match="2 requests"):
-        progress.check(num_active=2)
-    progress.on_round(None)
-    progress.check(num_active=2)
-    now[0] = 90.0
-    progress.on_finish(None)  # one was cancelled, and another one came: no round between two checks that are far apart
-    progress.check(num_active=2)
-
-
 class Gate:
     """Lets a fake target's steps through one at a time."""
 
@@ -163,11 +148,11 @@ class Gate:
 
 
 @pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")  # Ray Serve's own
-def test_a_replica_whose_decoding_thread_hangs_says_so_and_ends(demo_bundle):
+def test_a_replica_whose_decoding_thread_hangs_says_so_and_ends(demo_bundle, monkeypatch):
     """Neither loading nor a long prompt is taken for that."""
     now, ended = [0.0], []
+    monkeypatch.setattr(loop_module, "monotonic", lambda: now[0])
     replica = Replica(parse(demo_bundle, stuck_after_s=10), needs_key=False)
-    replica._progress = Progress(10.0, lambda: now[0])
     tokenizer = Tokenizer(models.WordLevel({"w0": 0}, unk_token="w0"))
     engine = engine_of(FakeExecutor(17, 2, 200), tokenizer, max_model_len=150, max_num_batched_tokens=16)
     gate = Gate(engine.target)
@@ -180,7 +165,7 @@ def test_a_replica_whose_decoding_thread_hangs_says_so_and_ends(demo_bundle):
         now[0] = 100.0
         await replica.check_health()  # it is being loaded
         replica._engine = AsyncSpecEngine(engine)
-        engine.add_observer(replica._progress)
+        create_app(replica._engine, replica.config)
         request = await replica._engine.submit([3] * 100, SamplingParams(max_tokens=4, ignore_eos=True))
         for _ in range(5):  # a prompt of seven steps, each of which takes nearly as long as may be
             await step()
@@ -191,7 +176,7 @@ def test_a_replica_whose_decoding_thread_hangs_says_so_and_ends(demo_bundle):
         await step()
         await replica.check_health()
         now[0] += 11.0
-        with pytest.raises(StuckError, match="1 requests are active"):
+        with pytest.raises(EngineDeadError, match="1 requests are active"):
             await replica.check_health()
         await asyncio.to_thread(wait_until, lambda: ended)
         gate.open(100)

@@ -22,11 +22,7 @@ def sparse(**probs):
 
 
 def residual(q, p, weight=1.0):
-    return normalised(q, surplus(q, p, 0, weight))
-
-
-def residual_one_hot(q, token):
-    return normalised(q, surplus(q, None, token))
+    return normalised(q, surplus(q, p, weight))
 
 
 def decide(q, p, token, accept_u, resample_u=0.5):
@@ -55,8 +51,9 @@ def test_accepts_with_probability_q_over_p():
     assert decide(q, p, 0, np.nextafter(0.4, 0)).accepted == 1
     assert decide(q, p, 0, 0.4).accepted == 0
     assert decide(q, p, 1, 1 - 2**-53).accepted == 1
-    assert decide(q, None, 0, np.nextafter(0.2, 0)).accepted == 1
-    assert decide(q, None, 0, 0.2).accepted == 0
+    for u in (0.0, 0.999):  # a token that was not drawn stays if it is what the target gives
+        assert decide(q, None, 0, u, np.nextafter(0.2, 0)).accepted == 1
+        assert decide(q, None, 0, u, 0.2) == Verdict(0, 1, False)
     for zero in (dense(0.0, 1.0), sparse(t1=1.0)):
         for p in (None, dense(0.5, 0.5), sparse(t0=1.0)):
             assert decide(zero, p, 0, 0.0) == Verdict(0, 1, False)
@@ -71,10 +68,12 @@ def test_token_zero_and_bonus():
 
 def test_each_position_uses_its_own_draws_and_no_row_behind_a_rejection_is_asked_for():
     asked, q = [], dense(0.5, 0.5)
-    table = [Draws(0, 0.1, 0.9), Draws(0, 0.1, 0.9), Draws(0, 0.7, 0.2), Draws(0, 0.9, 0.9)]
-    verdict = accept_sampled([0, 0, 0, 0], None, lambda j: (asked.append(j), q)[1], lambda j: table[j])
+    table = [Draws(0, 0.1, 0.9), Draws(0, 0.1, 0.9), Draws(0, 0.7, 0.9), Draws(0, 0.9, 0.9)]
+    drawn_from = [dense(0.8, 0.2)] * 4
+    verdict = accept_sampled([0, 0, 0, 0], drawn_from, lambda j: (asked.append(j), q)[1], lambda j: table[j])
     assert (verdict, asked) == (Verdict(2, 1, False), [0, 1, 2])
-    assert accept_sampled([0, 0], None, lambda j: q, lambda j: table[j]) == Verdict(2, 0, True)
+    for copied in (None, [None] * 2):
+        assert accept_sampled([1, 1], copied, lambda j: q, lambda j: table[j]) == Verdict(2, 1, True)
 
 
 def test_a_token_that_its_draft_cannot_draw_is_an_error():
@@ -88,23 +87,20 @@ def test_residual_by_hand():
     q, p = dense(0.5, 0.3, 0.2), dense(0.1, 0.6, 0.3)
     np.testing.assert_allclose(residual(q, dense(0.4, 0.6)).probs, [1 / 3, 0, 2 / 3])
     np.testing.assert_allclose(residual(dense(0.4, 0.6), dense(0.3, 0.3, 0.4)).probs, [0.25, 0.75])
-    for found in (residual_one_hot(q, 1), residual(q, dense(0, 1, 0)), residual(q, sparse(t1=1.0))):
+    for found in (residual(q, dense(0, 1, 0)), residual(q, sparse(t1=1.0))):
         np.testing.assert_allclose(found.probs, [5 / 7, 0, 2 / 7])
     np.testing.assert_allclose(residual(q, p, 0.5).probs, [1, 0, 0])
-    np.testing.assert_allclose(surplus(q, dense(0.1, 0.1), 0, 0.5), [0.15, 0.05, 0.1])
-    for unchanged, outside in ((dense(0.4, 0.6), 7), (sparse(t4=0.4, t6=0.6), 5)):
-        np.testing.assert_allclose(residual_one_hot(unchanged, outside).probs, [0.4, 0.6])
+    np.testing.assert_allclose(surplus(q, dense(0.1, 0.1), 0.5), [0.15, 0.05, 0.1])
     assert q.probs.tolist() == [0.5, 0.3, 0.2]  # inputs are never changed
 
 
 def test_all_zero_residual_falls_back_to_the_target():
     q = dense(0.25, 0.75)
-    for result in (residual(q, q), residual(q, dense(0.3, 0.75)), residual_one_hot(dense(0, 1.0), 1)):
+    for result in (residual(q, q), residual(q, dense(0.3, 0.75))):
         assert np.isfinite(result.probs).all()
         assert abs(result.probs.sum() - 1) < 1e-12
     s = sparse(t3=1.0)
     assert residual(s, s).probs.tolist() == [1.0]
-    assert residual_one_hot(s, 3).token_ids.tolist() == [3]
 
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0]), min_size=1, max_size=9).filter(any)

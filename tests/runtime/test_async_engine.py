@@ -8,9 +8,15 @@ from contextlib import aclosing, suppress
 
 import pytest
 
-from specexport_runtime import AsyncSpecEngine, SamplingParams, SpecEngine, SpecexportError
+from specexport_runtime import AsyncSpecEngine, SamplingParams, SpecEngine, SpecexportError, StructuredOutputs
 from specexport_runtime.async_engine import Mailbox
-from specexport_runtime.errors import EngineClosedError, InvalidRequestError, QueueFullError, RequestFailedError
+from specexport_runtime.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    OwnerLimitError,
+    QueueFullError,
+    RequestFailedError,
+)
 from specexport_runtime.intake.drafting import RequestSpec
 from tests.support.fakes.async_engines import (
     ENDLESS,
@@ -370,6 +376,101 @@ def test_long_texts_are_tokenized_one_after_the_other_beside_the_event_loop(engi
 
     (thread,) = asyncio.run(main())
     assert thread != threading.main_thread().name
+
+
+def test_forms_that_are_not_ready_are_compiled_beside_the_event_loop(engine, monkeypatch):
+    asked = []
+
+    class Grammars:
+        def has(self, form):
+            return form.regex == "known"
+
+        def compile(self, form, **_):
+            asked.append((form.regex, threading.current_thread().name.partition("_")[0]))
+            raise InvalidRequestError("it was asked for")
+
+        def close(self):
+            pass
+
+    monkeypatch.setitem(engine._builder.__dict__, "grammars", Grammars())
+
+    async def run():
+        service = AsyncSpecEngine(engine)
+        for text in ("known", "new"):
+            with pytest.raises(InvalidRequestError, match="asked for"):
+                await service.submit([3], SamplingParams(structured_outputs=StructuredOutputs(regex=text)))
+        await service.aclose()
+
+    asyncio.run(run())
+    assert asked == [("known", "MainThread"), ("new", "specexport-forms")]
+
+
+def test_owners_take_turns_beside_the_event_loop(engine):
+    """What nobody waits for any more is dropped, and an owner's pieces are as many as its requests may be."""
+
+    async def main():
+        service = AsyncSpecEngine(engine, max_requests_per_owner=3)
+        go, done = threading.Event(), []
+        running = asyncio.ensure_future(service.aside(lambda: go.wait(60), "a"))
+        await asyncio.sleep(0)
+        pieces = [
+            asyncio.ensure_future(service.aside(lambda name=name: done.append(name), name[0]))
+            for name in ("a1", "a2", "a3", "b1", "b2", "c1")
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(OwnerLimitError):
+            await service.aside(lambda: None, "a")
+        pieces[1].cancel()
+        others = [await service.aside(threading.current_thread, "a", lane=lane) for lane in ("brief", "forms")]
+        assert len({threading.main_thread(), *others}) == 3  # which wait for none of them
+        assert service.is_working_aside
+        assert not done
+        go.set()
+        await asyncio.gather(running, *pieces, return_exceptions=True)
+        assert done == ["a1", "b1", "c1", "a3", "b2"]
+        with pytest.raises(ZeroDivisionError):
+            await service.aside(lambda: 1 / 0)
+        assert not service.is_working_aside
+
+    asyncio.run(main())
+
+
+def test_a_request_holds_a_place_while_it_is_planned(engine):
+    async def main():
+        service = AsyncSpecEngine(engine, max_waiting=0, max_requests_per_owner=2)
+        rows = engine.max_num_seqs
+        with service.place("a"):
+            first = await service.submit([1], LONG, owner="a")
+            with pytest.raises(OwnerLimitError), service.place("a"):
+                pass
+            with pytest.raises(OwnerLimitError):
+                await service.submit([1], LONG, owner="a")
+        others = [await service.submit([1], LONG, owner=str(number)) for number in range(rows - 2)]
+        with service.place("b"), pytest.raises(QueueFullError):
+            await service.submit([1], LONG, owner="c")
+        for request in [first, *others, await service.submit([1], LONG, owner="a")]:
+            assert await ends(request) == "length"
+        assert not service._held
+
+    asyncio.run(main())
+
+
+def test_what_waits_beside_the_event_loop_ends_when_the_engine_closes(engine):
+    async def main():
+        service, go = AsyncSpecEngine(engine), threading.Event()
+        running = asyncio.ensure_future(service.aside(lambda: go.wait(60)))
+        waiting = asyncio.ensure_future(service.aside(lambda: None))
+        await asyncio.sleep(0)
+        await service.aclose()
+        with pytest.raises(EngineClosedError):
+            await waiting
+        with pytest.raises(EngineClosedError):
+            await service.aside(lambda: None, is_taken=True)
+        assert service.is_working_aside  # nothing waits for it
+        go.set()
+        assert await running
+
+    asyncio.run(main())
 
 
 # --- ends

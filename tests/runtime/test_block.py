@@ -18,7 +18,17 @@ from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import Draws
 from tests.support.fakes.loop import finish, make_decoder, make_sequence
-from tests.support.references.drawn import Models, Uniform, draw, error, integrate, law
+from tests.support.references.drawn import (
+    NO_LAW,
+    Models,
+    NoLawError,
+    Uniform,
+    draw,
+    error,
+    integrate,
+    law,
+    with_dead_ends,
+)
 
 VOCAB, LONGEST = Models.VOCAB, 3
 
@@ -160,7 +170,7 @@ def by_the_paper(drafted, laws, target, draws, *, end=0, forwards=False, weighed
 
 def test_the_rule_is_the_papers():
     for seed in range(2):
-        for options in ({}, {"sparse": True}, {"points": (1,)}, {"kind": "disjoint"}):
+        for options in ({}, {"sparse": True}, {"kind": "disjoint"}):
             made = Rounds(seed, **options)
             ours, papers = made.round(accept_block, 3), made.round(by_the_paper, 3)
             assert all(abs(ours[each] - papers[each]) < 1e-12 for each in {*ours, *papers})
@@ -186,6 +196,25 @@ def test_a_wrong_rule_has_another_law(wrong):
         return by_the_paper(*given, **wrong)
 
     assert min(Rounds(seed).judged(rule, 3)[0] for seed in range(4)) > 1e-4
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("models", [{}, {"points": (1,)}], ids=str)
+def test_where_there_is_no_law_the_draft_ends_and_it_is_an_error_if_the_text_comes_there(models, rule):
+    for seed in range(4):
+        made = Rounds(seed, **models)
+        right, expected = with_dead_ends(made.target)
+
+        def run(way, made=made, right=right):
+            drafted, laws = made.propose(way, LONGEST)
+            uniforms = [Draws(None, Uniform(way), Uniform(way)) for _ in range(LONGEST + 1)]
+            try:
+                verdict = rule(drafted, laws, lambda j: right(drafted[:j]), uniforms.__getitem__)
+            except NoLawError as error:
+                return (*error.text, NO_LAW)
+            return (*drafted[: verdict.accepted], verdict.next_token)
+
+        assert error(law(run), expected, LONGEST + 1, VOCAB + 1) < 1e-12
 
 
 # ---- whole texts ----

@@ -1,6 +1,7 @@
 # ruff: noqa: E501 - templates
 """Nothing of a conversation is lost in silence: it is in the prompt, as transformers would write it, or refused."""
 
+import contextlib
 import itertools
 import random
 
@@ -8,6 +9,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.intake import chat
 from specexport_runtime.intake.chat import render_whole
 from specexport_runtime.intake.chat_forms import UnwrittenError
 from tests.support.cases import chance
@@ -173,12 +175,57 @@ def test_arguments_are_text_where_the_template_adds_them_to_text():
     assert render_whole(template + "{% endfor %}", TALKS["calls"][:3], {}) == 'user saysweather{"city": "Paris"}rain'
 
 
+LATER = "{% if not m.tool_calls or loop.index > messages | length - 2 %}{{ m.content }}{% endif %}"
+
+
 def test_a_text_beside_calls_may_be_left_out_later():
-    later = "{% if not m.tool_calls or loop.index > messages | length - 2 %}{{ m.content }}{% endif %}"
-    template = HEAD + later + CALLS + "{% endfor %}"
+    template = HEAD + LATER + CALLS + "{% endfor %}"
     talk = [*TALKS["text and calls"], SAID, USER]
     assert "let me see" in render_whole(template, talk[:3], {})
     assert "let me see" not in render_whole(template, talk, {})
+
+
+def agent(count, first=()):
+    """A long talk of an agent that says something with each call."""
+    called = [CALLED | {"content": "let me see"}, FOUND]
+    return [*first, USER, *(message for i in range(count) for message in (*called, *([SAID, USER] * (i % 3 == 2))))]
+
+
+@pytest.mark.parametrize("name", ["llama 3.1", "mistral", "qwen", "later", "no developer"])
+def test_renders_do_not_grow_with_the_messages(name, monkeypatch):
+    renders, render = [], chat.render_chat
+    monkeypatch.setattr(chat, "render_chat", lambda *given: renders.append(len(given[1])) or render(*given))
+    template = {**TEMPLATES, "later": HEAD + LATER + CALLS + TAIL}[name] + f"{{# {name} #}}"
+    for count, most in ((8, 95), (8, 4), (200, 4), (203, 4)):
+        renders.clear()
+        talk = agent(count, [DEVELOPER] if name.startswith("no") else [SYSTEM])
+        with contextlib.suppress(UnwrittenError):
+            assert render_whole(template, talk, {})
+        assert len(renders) <= most
+
+
+def test_what_is_only_left_out_of_a_long_conversation_is_noticed():
+    template = HEAD + "{% if loop.index < 90 or m.role != 'user' %}{{ m.content }}{% endif %}" + CALLS + TAIL
+    assert render_whole(template, agent(30), {})
+    with pytest.raises(UnwrittenError, match=r"messages\[96\]\.content, of role 'user'"):
+        render_whole(template, agent(40), {})
+
+
+def test_a_conversation_of_many_kinds_is_tried_with_few_of_them(monkeypatch):
+    lengths, render = [], chat.render_chat
+    monkeypatch.setattr(chat, "render_chat", lambda *given: lengths.append(len(given[1])) or render(*given))
+    draw = random.Random(chance.seed(3))
+    talk = [
+        {"role": draw.choice(("user", "system", "developer")), "content": draw.choice(("a", "", " ", None))}
+        | {name: "x" * draw.randint(0, 1) for name in draw.sample("abcd", 2)}
+        for _ in range(1000)
+    ]
+    talk = [
+        each if each["content"] is not None else each | {"content": [{"type": "text", "text": "b"}]} for each in talk
+    ]
+    assert render_whole(TEMPLATES["either"], talk, {})
+    assert len([each for each in lengths if each >= 1000]) == 2
+    assert max(each for each in lengths if each < 1000) <= 64
 
 
 WRITES = [

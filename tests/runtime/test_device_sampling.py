@@ -164,7 +164,7 @@ def test_a_row_that_is_no_distribution_ends_its_request_with_the_hosts_words(pai
         assert errors[0].message == errors[1].message
 
 
-def test_a_draft_that_breaks_inside_its_chain_ends_its_request(tmp_path, monkeypatch):
+def test_a_draft_that_breaks_inside_its_chain_ends_there(tmp_path):
     class Broken(type(make_draft("good"))):
         def logits_after(self, ids, *rest):
             row = super().logits_after(ids, *rest).copy()
@@ -172,17 +172,15 @@ def test_a_draft_that_breaks_inside_its_chain_ends_its_request(tmp_path, monkeyp
                 row[3] = np.nan
             return row
 
-    given, errors = SamplingParams(max_tokens=30, temperature=1.0), []
+    given, found = SamplingParams(max_tokens=30, temperature=1.0), []
     for on_device in (True, False):
         draft = Broken(VOCAB, ROWS, 96, seed=1)
         target = make_target(ROWS)
         if on_device:
             entry = make_entry(LOOKAHEAD, ROWS, draft=True)
             draft = open_fake(tmp_path, entry, draft)[0]
-        with pytest.raises(CheckFailedError, match="drafter draft-model: 1 of 17 logits are NaN") as caught:
-            texts((target, draft), given, [1, 2])
-        errors.append(caught.value.message)
-    assert errors[0] == errors[1]
+        found.append([(req.output, req.stats.drafted) for req in texts((target, draft), given, [1, 2])])
+    assert found[0] == found[1]
 
 
 # what leaves the device, at the size of a real vocabulary
@@ -219,7 +217,7 @@ def test_few_bytes_and_one_wait_a_step(params):
     sampler = Sampler(SamplingParams(temperature=1.0, **params), [1], WIDE)
     rounds = 4
     for seed in range(rounds):
-        draws = RoundDraws(RandomStream(seed), fresh=True)
+        draws = RoundDraws(RandomStream(seed))
         q = likely_logits(rng, LOOKAHEAD + 1)
         tokens, laws = [], []
         for j in range(LOOKAHEAD):
@@ -268,7 +266,7 @@ def test_rows_that_are_gone_are_not_read():
     with pytest.raises(SpecexportError, match="overwritten by a later step"):
         old.fetch()
     with pytest.raises(SpecexportError, match="another uniform"):
-        sampler.law(kept).surplus(None, 3, 1.0).draw(0.25)
+        sampler.law(kept).surplus(sampler.law(kept), 1.0).draw(0.25)
 
 
 def test_rows_that_are_kept_beside_each_other_are_one_copy():

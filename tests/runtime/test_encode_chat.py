@@ -59,7 +59,7 @@ def test_long_or_empty_conversations_are_refused(engine):
     with pytest.raises(InvalidRequestError, match=f"has {MAX_MODEL_LEN} tokens"):
         engine.encode_chat([{"role": "user", "content": "w1 " * (MAX_MODEL_LEN - 1)}])
     engine._chat_template = ""
-    with pytest.raises(InvalidRequestError, match="empty"):
+    with pytest.raises(InvalidRequestError, match="is left out"):
         engine.encode_chat(HELLO)
     engine._chat_template = None
     with pytest.raises(InvalidRequestError, match="no chat template"):

@@ -10,7 +10,7 @@ from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.fakes.forced import DECODERS, PROMPTS, ROOM, Steps, model_decoder, plain_texts, sequences_with
 from tests.support.fakes.goodput_fakes import curves
-from tests.support.fakes.loop import goodput_length, make_sequence, make_target, run
+from tests.support.fakes.loop import goodput_length, make_decoder, make_sequence, make_target, run
 from tests.support.references.exact import P_VALUE
 from tests.support.references.exact_texts import least_p_value
 
@@ -77,6 +77,32 @@ def test_who_is_refused_by_the_grammar_makes_way_for_the_next():
     assert 0 < liar.asked < seq.stats.rounds  # not where tokens are forced
     assert seq.stats.drafters["draft-model"].accepted > 0
     assert "liar" not in seq.stats.drafters
+
+
+class Own(Drafter):
+    """A user's drafter, which samples and knows of no grammar; half of what it draws at a beginning is refused."""
+
+    traits = DrafterTraits(default_lookahead=2)
+    law = Distribution(None, np.r_[np.full(5, 0.01), 0.45, np.full(11, 0.5 / 11)])
+
+    def propose(self, sequences, lookaheads):
+        pairs = zip(sequences, lookaheads, strict=True)
+        drawn = [[self.law.draw(seq.draws(j).draft) for j in range(k)] for seq, k in pairs]
+        return [Proposal(tokens, [self.law] * len(tokens)) for tokens in drawn]
+
+
+def test_who_samples_and_knows_of_no_grammar_leaves_the_law_as_it_is():
+    """A refused token is tested: the residual knows that it was drawn."""
+    target, prompt, params = make_target(4), [2, 4], SamplingParams(max_tokens=4, temperature=4.0)
+    decoder = make_decoder(target, None, 0)
+    decoder.drafter.drafters["own"] = Own()
+    decoder.plan = (DraftStage("own", 2),)
+    sequences = sequences_with(lambda _: params, [prompt] * 800)
+    for number, seq in enumerate(sequences):
+        seq.acceptance = ("block", "token")[number % 2]
+    events = run(decoder, sequences)
+    assert any(0 < event.accepted < event.drafted for event in events)
+    assert least_p_value(target, sequences, 3, Steps) > P_VALUE
 
 
 @pytest.mark.parametrize(("noise", "rows", "lookahead"), [("good", 1, 1), ("random", 4, 3), ("good", 4, 8)])

@@ -11,6 +11,7 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.acceptance import Sureness, match_slots, shared_sureness
 from specexport_runtime.lookahead.rules import StepTimes, allocate
 from specexport_runtime.requests.records import Asked, Promise, Proposal, StepLoad
+from specexport_runtime.sampling.distribution import one_hot
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.fakes.goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences, model_decoder
 from tests.support.fakes.loop import VOCAB, finish, goodput_length, greedy_reference
@@ -51,7 +52,7 @@ def test_what_promises_less_than_the_error_of_the_times_is_not_drafted() -> None
     assert allocate([[0.5], [0.0]], [0.0, 0.0], 2.0, flat, 0.02)[0][0] == 1
 
 
-def offered(length, model_rate, draft=0.3, **options):
+def offered(length, model_rate, draft=0.3, distributions=None, **options):
     """A controller that knows both drafters, its sequence, and how much of a copy it allows."""
     lengths = goodput_length(curves(draft), LOOKAHEAD)
     (seq,) = make_sequences(1, ("suffix", "draft-model"), **options)
@@ -63,8 +64,15 @@ def offered(length, model_rate, draft=0.3, **options):
         copies.observe(slots[12:20], 8, rejected=False)
         copies.observe(slots[2:3], 0, rejected=True)
         model.observe(range(LOOKAHEAD), int(model_rate * LOOKAHEAD), rejected=model_rate < 1)
-    (allowed,) = lengths.cut("suffix", [seq], [Proposal([1] * 8, match_length=length, drafter="suffix")], [8])
+    proposal = Proposal([1] * 8, distributions, match_length=length, drafter="suffix")
+    (allowed,) = lengths.cut("suffix", [seq], [proposal], [8])
     return lengths, seq, allowed.lookahead
+
+
+def test_of_a_draft_that_was_drawn_nothing_is_left_out():
+    """How long it is may be a matter of what was drawn."""
+    assert offered(2, model_rate=1.0)[2] == 0
+    assert offered(2, model_rate=1.0, distributions=[one_hot(1)] * 8)[2] == 8
 
 
 @pytest.mark.parametrize("length", [2, 12])

@@ -152,6 +152,20 @@ def test_what_drafting_has_made_is_not_made_again(engine):
     assert made.call_count == 5
 
 
+def test_what_goes_wrong_behind_a_draft_does_not_stay(engine):
+    grammar, said = engine._builder.grammars.compile(FORMS["regex"][0]), []
+    for _ in range(3):
+        mask = grammar.allowed(()).copy()
+        right, wrong = int(mask.argmax()), int(mask[100:].argmin()) + 100  # no end of the text
+        with pytest.raises(InvalidRequestError, match="cannot be followed"):
+            grammar.allowed([wrong])
+        assert (grammar.allowed(()) == mask).all()
+        grammar.consume([right])
+        said.append(right)
+    whole = engine._builder.grammars.compile(FORMS["regex"][0])
+    assert (grammar.allowed(()) == whole.allowed(said)).all()
+
+
 def test_masks_do_not_depend_on_what_was_asked_before(engine):
     """Whatever is drafted, cut, asked again and committed, they are those of a grammar that was only fed the tokens."""
     compile_form = engine._builder.grammars.compile

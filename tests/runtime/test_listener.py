@@ -8,12 +8,18 @@ import time
 import pytest
 
 from specexport_runtime import SamplingParams
-from specexport_runtime.errors import EngineClosedError, InvalidRequestError, RequestFailedError, SpecexportError
+from specexport_runtime.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    RequestFailedError,
+    SpecexportError,
+)
 from specexport_runtime.intake.drafting import RequestSpec
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.rounds import check_every_round
 from tests.support.fakes.submitted import LONG, expected, slow_down
-from tests.support.fakes.watcher import Listener, Watcher, wait_for_thread
+from tests.support.fakes.watcher import Listener, Watcher, wait_for_rest
 
 
 @pytest.fixture
@@ -116,7 +122,7 @@ def test_listeners_and_observers_hear_of_every_kind_of_end_once(engine):
     with pytest.raises(SpecexportError, match="NaN"):
         handles[5].result(0)
     assert len(listeners[0].chunks) == 1
-    wait_for_thread(engine)
+    wait_for_rest(engine)
     assert watcher.reasons() == {"error": 2, "cancelled": 2, "length": 3}
     assert {type(seq.error).__name__ for seq in watcher.ended} == {"CheckFailedError", "KeyError", "NoneType"}
     engine.check()
@@ -139,9 +145,7 @@ def test_cancelled_before_the_first_round(engine):
     assert busy.result(30).token_ids == expected([1], 40)
 
 
-def test_an_engine_failure_and_a_defect_tell_every_listener_once(engine, monkeypatch):
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-
+def test_an_engine_failure_and_a_defect_tell_every_listener_once(engine):
     def broken(*_):
         raise RuntimeError("gone")
 
@@ -157,9 +161,9 @@ def test_an_engine_failure_and_a_defect_tell_every_listener_once(engine, monkeyp
     defective, others = submit(engine, [RequestSpec([i], LONG) for i in range(6)])
     for handle, listener in zip(defective, others, strict=True):
         assert listener.ended.wait(30)
-        with pytest.raises(RequestFailedError, match="gone"):
+        with pytest.raises(EngineDeadError, match="ended by a defect"):
             handle.result(0)
-    with pytest.raises(SpecexportError, match="ended by a defect"):
+    with pytest.raises(EngineDeadError, match="ended by a defect"):
         engine.submit([2], LONG)
     assert {len(listener.done) for listener in [*listeners, *others]} == {1}
 
@@ -207,7 +211,7 @@ def test_a_listener_may_submit_cancel_ask_and_close_from_within(engine):
     with pytest.raises(EngineClosedError):
         engine.submit([1])
     engine.close()
-    assert engine._loop._thread is None
+    assert not engine._loop._thread.is_alive()
 
 
 def test_closing_from_within_frees_the_engines_after_the_last_step(engine):

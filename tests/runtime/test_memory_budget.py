@@ -7,6 +7,7 @@ import pytest
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.decoding.memory_budget import SPARE_SHARE
+from specexport_runtime.decoding.queue import MOST_PASSES
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import ENTRY_BYTES, FakeExecutor
 from specexport_runtime.intake.checks import parse_bytes
@@ -41,8 +42,8 @@ def decoder_of(budget, rows=6, *, reuse=True, most=None, **options):
     )
 
 
-def add(decoder, prompt, tokens, *, scope="", pinned=False):
-    seq = make_sequence(0, prompt, SamplingParams(max_tokens=tokens), scope=scope, is_pinned=pinned)
+def add(decoder, prompt, tokens, *, scope="", pinned=False, owner=""):
+    seq = make_sequence(0, prompt, SamplingParams(max_tokens=tokens), scope=scope, is_pinned=pinned, owner=owner)
     decoder.add(seq)
     return seq
 
@@ -77,6 +78,22 @@ def test_more_sequences_run_than_have_their_full_length():
     finish(decoder, *short, long, last)
     assert long.stats.start_time < last.stats.start_time
     assert decoder.load.kv_bytes_reserved == 0
+
+
+def test_what_does_not_fit_holds_back_no_other_owner_and_waits_for_few_of_them():
+    decoder = decoder_of(int(1.3 * ROW), reuse=False)
+    first = add(decoder, text(3, 30), 34, owner="c")  # 10 pages of 13
+    decoder.step()
+    long, own = add(decoder, text(5, 30), 34, owner="a"), add(decoder, [1], 2, owner="a")
+    others = [add(decoder, [2 + number % 9], 2, owner="b") for number in range(40)]  # 3 pages each
+    while not others[0].finish_reason:
+        decoder.step()
+        assert not own.num_generated
+    while not long.num_generated:
+        decoder.step()
+    assert first.finish_reason
+    assert MOST_PASSES <= sum(seq.num_generated > 0 for seq in others) <= MOST_PASSES + 1  # one had its turn
+    finish(decoder, first, long, own, *others)
 
 
 def test_memory_that_nobody_holds_goes_back_but_for_a_spare():

@@ -17,7 +17,7 @@ from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import finish, make_sequence
 from tests.support.fakes.rounds import check_every_round
 from tests.support.fakes.submitted import LONG, expected, slow_down
-from tests.support.fakes.watcher import Watcher, wait_for_thread
+from tests.support.fakes.watcher import Watcher, wait_for_rest
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_step_that_fails_after_some_have_ended_leaves_nobody_waiting(watched, 
         with pytest.raises(RequestFailedError, match="the device went away"):
             handle.result(30)
     assert sum(watcher.reasons().values()) == 4
-    wait_for_thread(engine)
+    wait_for_rest(engine)
     engine.check()
     assert engine.generate([7], LONG)[0].token_ids == expected([7], 40)
 
@@ -110,6 +110,7 @@ def test_one_that_raises_is_dropped_and_logged_once(watched, caplog, method):
         results = engine.generate([[i] for i in range(6)], LONG)
     assert [result.token_ids for result in results] == [expected([i], 40) for i in range(6)]
     assert len(calls) == 1
+    assert engine.observers_dropped == 2
     assert sorted(record.getMessage().count("Broken") for record in caplog.records) == [0, 1]
     assert "no metrics today" in caplog.text
     assert "has no attribute 'on_round'" in caplog.text

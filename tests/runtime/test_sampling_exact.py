@@ -44,15 +44,15 @@ class Numbers:
     def __init__(self, rows):
         self.draws = [Draws(*row) for row in rows].__getitem__
 
-    def round_draws(self, rule):
-        return RoundDraws(self, fresh=rule is RULES["block"])
+    def round_draws(self):
+        return RoundDraws(self)
 
 
 def check(params, draft, *, rule=accept_sampled, samples=800, length=2, lookahead=3, seed=0):
     """p-value of one combination."""
     toy = Toy(params, draft)
     uniforms = np.random.default_rng([seed, samples, lookahead]).random((samples, length * (lookahead + 1), 3))
-    counts = Counter(emit(toy, length, lookahead, Numbers(rows).round_draws(rule), rule) for rows in uniforms.tolist())
+    counts = Counter(emit(toy, length, lookahead, Numbers(rows).round_draws(), rule) for rows in uniforms.tolist())
     return p_value(counts, toy.exact(length))
 
 
@@ -90,7 +90,7 @@ def test_three_tokens_with_many_samples(draft, lookahead, rule):
 
 def test_with_the_real_random_streams():
     toy = Toy(SamplingParams(temperature=1.0), "random")
-    streams = (RoundDraws(RandomStream(seed), fresh=False) for seed in range(2000))
+    streams = (RoundDraws(RandomStream(seed)) for seed in range(2000))
     counts = Counter(emit(toy, 2, 3, draws, accept_sampled) for draws in streams)
     assert p_value(counts, toy.exact(2)) > P_VALUE
 
@@ -101,7 +101,7 @@ def accept_always(drafted, distributions, target, draws):
 
 def residual_is_target(drafted, distributions, target, draws):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accept, "surplus", lambda q, p, token: q.probs.copy())
+        patch.setattr(accept, "surplus", lambda q, p: q.probs.copy())
         return accept_sampled(drafted, distributions, target, draws)
 
 
@@ -109,7 +109,7 @@ def ratio_inverted(drafted, distributions, target, draws):
     for j, token in enumerate(drafted):
         q, p = target(j), distributions[j] if distributions else None
         if draws(j).accept * q.probability(token) >= (p.probability(token) if p else 1.0):
-            rest = accept.normalised(q, accept.surplus(q, p, token))
+            rest = accept.normalised(q, accept.surplus(q, p)) if p else q
             return Verdict(j, sample_token(rest, draws(j).resample), False)
     return accept_always(drafted, distributions, target, draws)
 
@@ -126,7 +126,7 @@ def bonus_from_the_last_row(drafted, distributions, target, draws):
     ("rule", "drafts"),
     [
         (accept_always, ["random", "adversarial", "disjoint", "one-hot"]),
-        (residual_is_target, ["random", "adversarial", "short", "one-hot"]),
+        (residual_is_target, ["random", "adversarial", "short"]),
         (ratio_inverted, ["random", "adversarial", "disjoint", "one-hot"]),
         (one_uniform_for_all, ["random", "adversarial"]),
         (bonus_from_the_last_row, ["good"]),
@@ -156,7 +156,7 @@ def test_a_draft_processed_differently_fails_the_same_check():
         return accept_sampled(drafted, distributions, target, draws)
 
     counts = Counter(
-        emit(toy, 2, 1, Numbers(rows).round_draws(lenient), lenient)
+        emit(toy, 2, 1, Numbers(rows).round_draws(), lenient)
         for rows in np.random.default_rng(5).random((4000, 5, 3)).tolist()
     )
     assert p_value(counts, toy.exact(2)) < P_VALUE

@@ -2,14 +2,21 @@
 
 import json
 import random
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.intake import functions
 from specexport_runtime.intake.functions import FunctionError, read_functions
+from specexport_runtime.sampling import structured
 from specexport_runtime.sampling.schema_rules import fault_of
 from specexport_runtime.sampling.structured import StructuredOutputs
+from specexport_runtime.server.errors import ApiError
+from specexport_runtime.server.structured import check_strict
 from tests.support.cases import chance
 
 SETTING = {"item_separator": ";"}
@@ -98,6 +105,59 @@ def test_what_is_deep_is_looked_through_without_recursion() -> None:
     for _ in range(5000):
         deep = {"items": deep}
     assert "setting of the matcher" in str(fault_of(deep))
+
+
+class Watched(dict[str, Any]):
+    """An object that counts how often any is looked at."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        Watched.looks += 1
+        return super().__getattribute__(name)
+
+    def __getitem__(self, key: str) -> Any:
+        Watched.looks += 1
+        return super().__getitem__(key)
+
+
+CHAINS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "to the one before": lambda i: {"$ref": f"#/allOf/{i - 1}"} if i else {},
+    "to the next": lambda i: {"$ref": f"#/allOf/{i + 1}"},
+    "by anchors": lambda i: {"$anchor": f"a{i}", "$ref": f"#a{i + 1}"},
+}
+
+
+@pytest.mark.parametrize("case", CHAINS)
+def test_work_grows_as_the_schema_does(case: str) -> None:
+    looks = []
+    for count in (50, 200):
+        parts = [Watched(CHAINS[case](i)) for i in range(count)]
+        before = Watched.looks
+        fault_of({"allOf": parts})
+        looks.append(Watched.looks - before)
+    assert looks[1] < 5 * looks[0]
+
+
+def test_places_of_a_strict_schema_are_not_written_out() -> None:
+    """Each of many properties within one of a long name."""
+    inner = {"type": "object", "properties": {str(i): NULL for i in range(2000)}, "additionalProperties": False}
+    tracemalloc.start()
+    with pytest.raises(ApiError, match=r"schema\.properties\.nnn"):
+        check_strict({**inner, "properties": {"n" * 20_000: inner}, "required": ["n" * 20_000]}, "schema")
+    assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    tracemalloc.stop()
+
+
+def test_what_is_too_large_or_too_deep_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (structured, functions):
+        monkeypatch.setattr(module, "fault_of", Mock(side_effect=AssertionError("it was looked through")))
+    large = {"type": "object", "description": "x" * structured.MAX_GRAMMAR_CHARS}
+    for given in (large, json.dumps(large), '{"items":' * 20_000):
+        with pytest.raises(InvalidRequestError, match=r"characters|recursion"):
+            StructuredOutputs(json=given)
+    with pytest.raises(FunctionError, match="characters"):
+        read_functions([{"type": "function", "function": {"name": "f", "parameters": large}}])
 
 
 # Drawn schemas, against the matcher and another reading of what can begin.

@@ -13,7 +13,7 @@ from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import fail_at
 from tests.support.fakes.rounds import check_every_round
 from tests.support.fakes.submitted import LONG, expected, slow_down
-from tests.support.fakes.watcher import Watcher, wait_for_thread
+from tests.support.fakes.watcher import Watcher, wait_for_rest
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_cancel_before_during_and_after(engine, watcher):
     running[1].cancel()  # afterwards
     assert running[1].result().finish_reason == "length"
     assert list(waiting)[-1].finish_reason == "cancelled"
-    wait_for_thread(engine)
+    wait_for_rest(engine)
     assert watcher.reasons() == {"cancelled": 2, "length": 3}
 
 
@@ -92,7 +92,7 @@ def test_an_engine_failure_ends_the_requests_in_flight_and_spares_later_ones(eng
                 list(handle)
             assert isinstance(caught.value.__cause__, RuntimeError)
     assert 1 <= failed <= 4
-    wait_for_thread(engine)
+    wait_for_rest(engine)
     assert watcher.reasons() == {"error": failed, "length": 6 - failed}
     assert engine.generate([7], LONG)[0].token_ids == expected([7], 40)
 

@@ -3,7 +3,6 @@
 import random
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,7 +14,7 @@ from tests.support.cases import chance
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import fail_at, greedy_reference, make_target
 from tests.support.fakes.rounds import check_every_round
-from tests.support.fakes.watcher import Listener, Watcher, wait_for_thread
+from tests.support.fakes.watcher import Listener, Watcher, wait_for_rest
 
 THREADS = 12
 EACH = 8
@@ -28,21 +27,6 @@ def _threads_take_turns_often():
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-
-
-class Dawdling:
-    """A lock after which the decoding thread dawdles: what belongs under it, and is not, shows."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-
-    def __enter__(self):
-        self.lock.acquire()
-
-    def __exit__(self, *_):
-        self.lock.release()
-        if threading.current_thread().name == "specexport-decode":
-            time.sleep(0.0005)
 
 
 def request(number):
@@ -228,25 +212,7 @@ def test_closing_while_others_submit_gives_them_a_result_or_says_so(delay):
     assert set(ends) <= {"length", "cancelled"}
     assert closes == [True]
     assert sum(watcher.reasons().values()) == len(ends)
-    wait_for_thread(engine)
-    engine.check()
-
-
-def test_threads_that_start_and_stop_the_decoding_thread_lose_no_request():
-    """Short requests one after another: the thread ends and is started again all the time."""
-    engine = make_engine()
-    engine._loop._lock = Dawdling()
-    wanted = [greedy_reference(make_target(), [i], 1) for i in range(17)]
-
-    def use_it(thread):
-        for i in range(40):
-            number = (thread + i) % 17
-            assert engine.submit([number], SamplingParams(max_tokens=1)).result(60).token_ids == wanted[number]
-
-    with ThreadPoolExecutor(4) as pool:
-        for user in [pool.submit(use_it, thread) for thread in range(4)]:
-            user.result(60)
-    use_it(0)  # nobody else's request wakes a lost one
+    wait_for_rest(engine)
     engine.check()
 
 

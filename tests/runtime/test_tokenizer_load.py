@@ -1,6 +1,7 @@
 """A tokenizer that loads in the background is the same tokenizer, and its errors are not lost."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -14,19 +15,23 @@ from specexport_runtime.executors.fake import FakeExecutor
 from tests.support.fakes.engine_of import engine_of
 
 
-def test_it_loads_once_when_it_is_started_or_used(demo_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_loads_once_when_it_is_started_or_used(
+    demo_pair: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = demo_pair / "target" / "tokenizer.json"
     expected = load_tokenizer(path).encode("def main():").ids
     loads: list[str] = []
     load = tokenizer_load._load
 
-    def count(path: Path) -> object:
+    def count(path: Path, data: bytes) -> object:
         loads.append(threading.current_thread().name)
-        return load(path)
+        return load(path, data)
 
     monkeypatch.setattr(tokenizer_load, "_load", count)
-    tokenizer = load_tokenizer(path, background=True)
+    copy = Path(shutil.copy(path, tmp_path))
+    tokenizer = load_tokenizer(copy, background=True)
     assert loads == []
+    copy.unlink()  # the thread parses what was there when the bundle was checked
     start_loading(tokenizer)
     start_loading(tokenizer)
     assert tokenizer.encode("def main():").ids == expected

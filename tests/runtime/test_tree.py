@@ -17,7 +17,9 @@ from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.tree import TREE_RULES, accept_tree, accept_tree_block, accept_tree_greedy, without
 from tests.support.references.drawn import (
+    NO_LAW,
     Models,
+    NoLawError,
     Uniform,
     WholeDraws,
     draw,
@@ -26,6 +28,7 @@ from tests.support.references.drawn import (
     law,
     laws_of,
     path_of,
+    with_dead_ends,
 )
 
 VOCAB, LENGTH = Models.VOCAB, 4
@@ -152,6 +155,22 @@ def test_a_round_leaves_the_law_of_the_text_as_it_is_and_a_whole_tree_keeps_no_f
         assert means[0] >= means[1] - 1e-12
 
 
+@pytest.mark.parametrize("rule", TREE_RULES.values(), ids=TREE_RULES)
+@pytest.mark.parametrize("shape", ["siblings", "wide and deep", "mixed below", "certain, then drawn", "certain above"])
+def test_where_there_is_no_law_the_draft_ends_and_it_is_an_error_if_the_text_comes_there(shape, rule):
+    for seed in range(2):
+        made = Models(seed)
+        made.target, expected = with_dead_ends(made.target)
+
+        def run(way, made=made):
+            try:
+                return run_round(made, rule, SHAPES[shape], way)[2]
+            except NoLawError as error:
+                return (*error.text, NO_LAW)
+
+        assert error(law(run), expected, LENGTH, VOCAB + 1) < 1e-12
+
+
 def test_a_tree_keeps_more_than_its_chain_and_the_whole_more_than_one_by_one():
     for seed in range(3):
         made, shape = Models(seed), SHAPES["wide and deep"]
@@ -188,7 +207,7 @@ def test_a_drawn_chain_is_accepted_by_the_same_numbers_as_a_chain(name, kind):
         for _ in range(seed % 5):
             laws.append(made.draft(tuple(tokens)))
             tokens.append(laws[-1].draw(rng.random()))
-        ours, theirs = [RoundDraws(RandomStream(seed), fresh=True) for _ in range(2)]
+        ours, theirs = [RoundDraws(RandomStream(seed)) for _ in range(2)]
         calls, expected_calls = [], []
 
         def target(place, calls=calls, made=made, tokens=tokens):
@@ -207,24 +226,23 @@ def test_a_drawn_chain_is_accepted_by_the_same_numbers_as_a_chain(name, kind):
 @pytest.mark.parametrize("name", TREE_RULES)
 def test_a_tree_without_draws_gives_the_tokens_of_plain_decoding(name):
     """The same numbers give the same text, whatever was copied."""
-    for fresh in (False, True):
-        for seed in range(20):
-            made, rng = Models(seed % 5), np.random.default_rng(seed)
-            plain, stream, copied = [], RandomStream(seed), RoundDraws(RandomStream(seed), fresh=fresh)
-            for position in range(12):
-                plain.append(made.target(tuple(plain)).draw(stream.draws(position).resample))
-            text = []
-            while len(text) < 12:
-                nodes, parents = random_tree(rng)
-                proposal = in_order(nodes, parents, [None] * len(nodes))
+    for seed in range(20):
+        made, rng = Models(seed % 5), np.random.default_rng(seed)
+        plain, stream, copied = [], RandomStream(seed), RoundDraws(RandomStream(seed))
+        for position in range(12):
+            plain.append(made.target(tuple(plain)).draw(stream.draws(position).resample))
+        text = []
+        while len(text) < 12:
+            nodes, parents = random_tree(rng)
+            proposal = in_order(nodes, parents, [None] * len(nodes))
 
-                def target(place, proposal=proposal, text=text, made=made):
-                    return made.target((*text, *[proposal.nodes[i] for i in proposal.path_to(place)]))
+            def target(place, proposal=proposal, text=text, made=made):
+                return made.target((*text, *[proposal.nodes[i] for i in proposal.path_to(place)]))
 
-                verdict = TREE_RULES[name](proposal.nodes, proposal.parents, None, target, copied)
-                text += [proposal.nodes[i] for i in path_of(verdict)] + [verdict.next_token]
-                copied.end_round(verdict.accepted + 1)
-            assert text[:12] == plain
+            verdict = TREE_RULES[name](proposal.nodes, proposal.parents, None, target, copied)
+            text += [proposal.nodes[i] for i in path_of(verdict)] + [verdict.next_token]
+            copied.end_round()
+        assert text[:12] == plain
 
 
 def random_tree(rng):
@@ -270,7 +288,7 @@ def test_the_best_chain_is_no_path():
 
 
 def test_the_numbers_of_branches_are_their_own():
-    stream, draws = RandomStream(5), RoundDraws(RandomStream(5), fresh=True)
+    stream, draws = RandomStream(5), RoundDraws(RandomStream(5))
     places = [stream.draws(p) for p in range(300)]
     branches = [stream.branch(p, n) for p in range(6) for n in (0, 1, 63, 64, 65, 1000)]
     assert len({number for each in places + branches for number in each}) == 3 * (len(places) + len(branches))
@@ -278,7 +296,7 @@ def test_the_numbers_of_branches_are_their_own():
     assert [RandomStream(5).branch(p, n) for p in range(6) for n in (0, 1, 63, 64, 65, 1000)] == branches
     assert draws.branch(3) == stream.branch(0, 3)
     assert draws(1) == places[1]
-    draws.end_round(1)
+    draws.end_round()
     assert draws.branch(3) == stream.branch(2, 3)
 
 
@@ -299,5 +317,5 @@ def test_what_is_left_for_a_sibling():
             [-1, -1, -1],
             laws,
             lambda _: Distribution(None, np.eye(9)[8]),
-            RoundDraws(RandomStream(0), fresh=True),
+            RoundDraws(RandomStream(0)),
         )

@@ -68,9 +68,32 @@ def assert_ended(server: ServerProcess) -> None:
     assert "Traceback" not in errors
 
 
-def test_what_does_not_end_in_time_is_cancelled(demo_bundle):
-    with ServerProcess(demo_bundle, "--drain-timeout", "0.01") as server:
+STUCK = """
+import sys, time
+from pathlib import Path
+from specexport_runtime.server import completions
+plan = completions.plan_completion
+def slow(body, *args):
+    if len(body.prompt) > 2000:
+        Path({begun!r}).touch()
+        time.sleep({seconds})
+    return plan(body, *args)
+completions.plan_completion = slow
+from specexport_runtime.cli.command import runtime_cli
+runtime_cli(["serve", *sys.argv[1:]])
+"""
+
+
+def test_what_does_not_end_in_time_is_cancelled(demo_bundle, tmp_path):
+    """Nor does a piece of work on a prompt hold up the end, which nobody can stop."""
+    begun = tmp_path / "begun"
+    start = ("-c", STUCK.format(begun=str(begun), seconds=4 * HANG_S))
+    with ServerProcess(demo_bundle, "--drain-timeout", "0.01", start=start) as server:
         server.wait_until_ready()
+        with Wire(server.port) as gone:
+            gone.post(ASK | {"prompt": "x" * 3000})
+            wait_until(begun.exists)
+            gone.reset()
         # n keeps the requests going for longer than the drain: each has many choices, one after another
         with Wire(server.port) as stream, Wire(server.port) as whole:
             whole.post(LONG | {"n": 16, "temperature": 1})

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from specexport_runtime.server import admission
 from specexport_runtime.server.config import ServerConfig
 from tests.support.cases import patience
 from tests.support.servers.serving import Served, fake_engine
@@ -107,14 +108,38 @@ def test_other_names_are_not(fake_served, name):
 def test_a_request_without_a_name_of_ours_or_with_two_is_refused(fake_served):
     for lines in (b"", b"Host: localhost\r\nHost: evil.example\r\n"):
         with Wire(fake_served.port) as wire:
-            wire.send(b"GET /health HTTP/1.1\r\n" + lines + b"\r\n")
+            wire.send(b"GET /v1/models HTTP/1.1\r\n" + lines + b"\r\n")
             assert wire.reply().status == 421
+
+
+@pytest.mark.parametrize("host", [b"", b"Host:\r\n", b"Host: 10.0.3.7:8017\r\n"])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_probes_are_answered_by_whatever_name_they_come(fake_served, host, version):
+    for path in (b"/health", b"/ready"):
+        with Wire(fake_served.port) as wire:
+            wire.send(b"GET " + path + b" HTTP/" + version + b"\r\n" + host + b"Connection: close\r\n\r\n")
+            assert wire.reply().status == 200
+
+
+def test_no_body_is_waited_for_that_no_route_reads(keyed):
+    """Nor is one read without a key; the client is told at once, and not to go on."""
+    paths = {path for path, methods in keyed.app.openapi()["paths"].items() if "post" in methods}
+    assert paths == admission.BODY_PATHS
+    key = b"Authorization: Bearer " + KEYS[0].encode() + b"\r\n"
+    asked = [("POST", path, b"", 405) for path in ("/health", "/ready", "/")]
+    asked += [("PUT", "/health", b"", 405), ("GET", "/health", b"", 200), ("POST", "/nothing", b"", 401)]
+    asked += [("POST", "/nothing", key, 404), ("PUT", "/v1/completions", key, 405), ("GET", "/v1/models", key, 200)]
+    for method, path, head, status in asked:
+        with Wire(keyed.port) as wire:
+            wire.send(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode() + head)
+            wire.send(b"Content-Length: 1000\r\nExpect: 100-continue\r\n\r\n{")
+            assert wire.reply().status == status, (method, path)
 
 
 def test_names_that_were_allowed_are_answered(keyed):
     with Served(fake_engine, ServerConfig(allowed_hosts=("Model.Example",), playground=False)) as served:
-        assert patience.get(f"{served.url}/health", headers={"Host": "model.example:99"}).status_code == 200
-        assert patience.get(f"{served.url}/health", headers={"Host": "other.example"}).status_code == 421
+        assert patience.get(f"{served.url}/v1/models", headers={"Host": "model.example:99"}).status_code == 200
+        assert patience.get(f"{served.url}/v1/models", headers={"Host": "other.example"}).status_code == 421
     # where a key is asked for, no name matters
     assert patience.get(f"{keyed.url}/health", headers={"Host": "evil.example"}).status_code == 200
 
@@ -122,7 +147,8 @@ def test_names_that_were_allowed_are_answered(keyed):
 def test_what_a_page_can_post_without_asking_is_refused(fake_served):
     """Only UTF-8 JSON is read, whatever the route; each refusal is counted."""
     refused = ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None]
-    refused += ["application/jsonp", "application/json; charset=utf-16"]
+    refused += ["application/jsonp", "application/json; charset=utf-16", "application/json, text/plain", "text/json; x"]
+    refused += ['application/json; p="x', "application/json; charset=utf-8, a=b"]
     paths = [path for path, methods in fake_served.app.openapi()["paths"].items() if "post" in methods]
     counts = fake_served.app.state.server.metrics.counts
     before = counts().refused.get("not_json", 0)
@@ -133,8 +159,10 @@ def test_what_a_page_can_post_without_asking_is_refused(fake_served):
         assert (answer.status_code, code_of(answer)) == (415, "not_json"), (path, kind)
     assert len(refused) >= len(paths)
     assert counts().refused["not_json"] == before + len(refused)
-    url, headers = f"{fake_served.url}/v1/completions", {"Content-Type": 'Application/JSON; charset="UTF-8"'}
-    assert patience.post(url, content=json.dumps(ASK), headers=headers).status_code == 200
+    url = f"{fake_served.url}/v1/completions"
+    for parameters in ('; charset="UTF-8"', ";charset=utf8;", "; odata=a; charset=us-ascii", '; p="x;charset=utf-16"'):
+        headers = {"Content-Type": f"Application/JSON{parameters}"}
+        assert patience.post(url, content=json.dumps(ASK), headers=headers).status_code == 200, parameters
     answer = patience.post(url, content=json.dumps(ASK), headers=headers | {"Content-Encoding": "gzip"})
     assert (answer.status_code, code_of(answer)) == (415, "compressed")
 

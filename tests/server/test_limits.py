@@ -2,12 +2,13 @@ import dataclasses
 import json
 import resource
 import socket
+import threading
 import time
 from contextlib import ExitStack
 
 import pytest
 
-from specexport_runtime.server import connection
+from specexport_runtime.server import completions, connection
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.listener import allow_open_files, bind, url_of
 from tests.support.cases import patience
@@ -116,6 +117,39 @@ def test_more_than_may_wait_are_refused_and_the_others_are_not_touched(stepper):
         stepper.allow(100)
         assert wires[5].ask(request(ask)).status == 200  # there is room again
     stepper.finish()
+
+
+def test_work_before_admission_is_shared_counted_and_dropped(monkeypatch):
+    """One key's long prompts hold its places, and up nobody else; what a client left is not worked on."""
+    go, planned = threading.Event(), []
+    plan = completions.plan_completion
+
+    def held(body, *args):
+        planned.append(len(body.prompt))
+        if len(body.prompt) > 100_000:
+            assert go.wait(patience.HANG_S)
+        return plan(body, *args)
+
+    monkeypatch.setattr(completions, "plan_completion", held)
+    keys = [letter * 20 for letter in "ab"]
+    bearer = [{"Authorization": f"Bearer {key}"} for key in keys]
+    with ExitStack() as stack:
+        served = stack.enter_context(Served(fake_engine, ServerConfig(api_keys=tuple(keys), max_requests_per_key=2)))
+        first, gone, third, other = (stack.enter_context(Wire(served.port)) for _ in range(4))
+        first.post(ASK | {"prompt": "w1 " * 40_000}, **bearer[0])
+        wait_until(lambda: planned)
+        gone.post(ASK | {"prompt": "w1 " * 40_001}, **bearer[0])
+        wait_until(lambda: served.engine._planned == 2)
+        refused = third.ask(request(ASK, **bearer[0]))
+        assert (refused.status, refused.code) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert other.ask(request(ASK | {"prompt": "w1" + " " * 4000}, **bearer[1])).status == 200
+        gone.reset()
+        wait_until(lambda: served.engine._planned == 1)
+        go.set()
+        assert first.reply().code == "context_length_exceeded"
+        assert third.ask(request(ASK, **bearer[0])).status == 200
+        assert planned == [120_000, 4002, 5]
 
 
 def test_a_request_that_takes_too_long_ends():
@@ -285,13 +319,13 @@ def test_it_listens_where_it_says(host, url):
 
 def test_connections_above_the_limit_are_told(monkeypatch):
     monkeypatch.setattr(connection, "SPARE_CONNECTIONS", 1)
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", patience.HANG_S)
     whole = request(ASK)
-    with Served(fake_engine, ServerConfig(max_connections=2)) as served:
+    head = len(whole) - 5  # and a part of the body
+    with Served(fake_engine, ServerConfig(max_connections=2, body_timeout_s=patience.HANG_S)) as served:
         inside = [Wire(served.port) for _ in range(2)]
         for wire in inside:
-            wire.send(whole[:20])
-        wait_until(lambda: sum(each._in_head for each in served._server.server_state.connections) == 2)
+            wire.send(whole[:head])
+        wait_until(lambda: sum(each.cycle is not None for each in served._server.server_state.connections) == 2)
         with Wire(served.port) as told:
             wait_until(lambda: connections(served) == 3)
             with Wire(served.port) as cut:
@@ -300,9 +334,46 @@ def test_connections_above_the_limit_are_told(monkeypatch):
             assert (reply.status, reply.code) == (503, "too_many_connections")
             assert (reply.headers["connection"], "retry-after" in reply.headers) == ("close", True)
             assert told.rest() == b""
-        inside[0].send(whole[20:])
+        inside[0].send(whole[head:])
         assert inside[0].reply().status == 200  # those inside go on
         inside[1].socket.close()
         wait_until(lambda: connections(served) == 1)
         assert patience.post(f"{served.url}/v1/completions", json=ASK).status_code == 200
         inside[0].socket.close()
+
+
+def test_heads_that_never_end_make_room(monkeypatch):
+    """The one that began first, for each new connection, however it drips; who comes then is answered."""
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", patience.HANG_S)
+    with Served(fake_engine, ServerConfig(max_connections=3)) as served, ExitStack() as stack:
+
+        def begin(count: int) -> Wire:
+            wire = stack.enter_context(Wire(served.port))
+            wire.send(POST[:20])
+            wait_until(lambda: sum(each._in_head for each in served._server.server_state.connections) == count)
+            return wire
+
+        slow = [begin(count) for count in (1, 2, 3)]
+        for number in range(2):
+            slow[number].send(POST[20:30])
+            with Wire(served.port) as wire:
+                assert wire.ask(HEALTH).status == 200
+                assert slow[number].rest() == b""
+                assert connections(served) == 3
+            wait_until(lambda: connections(served) == 2)
+            slow.append(begin(3))
+
+
+@pytest.mark.parametrize("ask", [ASK, ASK | {"stream": True}])
+def test_a_client_of_http_1_0_gets_no_chunks(fake_served, ask):
+    with Wire(fake_served.port) as wire:
+        wire.send(request(ask | {"temperature": 0}).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, body = wire.rest().partition(b"\r\n\r\n")
+        assert b"200 OK" in head
+        assert b"transfer-encoding" not in head.lower()
+    if "stream" in ask:
+        events = body.split(b"\n\n")
+        assert events[-2:] == [b"data: [DONE]", b""]
+        assert all(json.loads(each.removeprefix(b"data: "))["choices"] for each in events[:-2])
+    else:
+        assert json.loads(body)["usage"]["completion_tokens"] == 3

@@ -180,7 +180,7 @@ def test_the_queue_is_in_the_line(slow_served, logged):
 def test_a_defect_is_told_without_the_texts_of_others(fake_served, logged, monkeypatch):
     from specexport_runtime.server import completions
 
-    async def broken(*args: Any) -> None:
+    def broken(*args: Any) -> None:
         raise KeyError(f"the prompt was {SECRET}")
 
     monkeypatch.setattr(completions, "plan_completion", broken)

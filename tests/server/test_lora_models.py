@@ -90,6 +90,6 @@ def test_the_model_cannot_have_the_name_of_an_adapter():
         async with AsyncSpecEngine(fake_engine(adapters=ADAPTERS)) as service:
             with pytest.raises(InvalidRequestError, match="LoRA adapters has that name"):
                 state.use_engine(service)
-        assert not state.ready
+        assert state.status == "loading"
 
     asyncio.run(use())

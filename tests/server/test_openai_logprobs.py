@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from specexport_runtime.requests.results import StreamPiece
 from specexport_runtime.sampling.logprobs import TokenLogprobs
 from specexport_runtime.server.answer_schema import ChatAnswer, CompletionAnswer
+from specexport_runtime.server.json_text import LongList, json_text
 from specexport_runtime.server.responses import ChatFormat, CompletionFormat, Header
 from specexport_runtime.server.token_text import TokenText, TokenTexts
 from tests.support.servers.openai_help import alone, client_of
@@ -68,7 +70,7 @@ def test_what_cannot_be_is_json(fake_served, form):
     texts = TokenTexts(fake_served.engine.engine.tokenizer)
     answer = form(Header("x", 0, "fake", None), texts=texts, origins=False, include_usage=False)
     choice = answer.choice(0, "w1", [StreamPiece("w1", 1, "target", logprobs)], "length")
-    assert "-9999.0" in json.dumps(choice, allow_nan=False)
+    assert "-9999.0" in json_text(choice)
 
 
 def test_bytes_of_a_real_answer_are_its_text(demo_served):
@@ -162,6 +164,61 @@ def test_no_answer_holds_more_of_prompts_than_it_may(fake_served, monkeypatch, b
     assert answer.status_code == (400 if param else 200)
     if param:
         assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (param, code)
+
+
+def test_no_answer_holds_more_of_its_own_tokens_than_it_may(fake_served, monkeypatch):
+    """Who asks for too many is told; an answer without a length ends there."""
+    monkeypatch.setattr("specexport_runtime.server.responses.MAX_ENTRIES", 100)
+    ask = {"prompt": ["w1", "w2"], "logprobs": 4, "ignore_eos": True}
+    answer = httpx.post(fake_served.url + COMPLETIONS, json=ask | {"max_tokens": 11})
+    assert answer.status_code == 400
+    assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == ("logprobs", "limit_exceeded")
+    assert httpx.post(fake_served.url + COMPLETIONS, json=ask | {"max_tokens": 10}).status_code == 200
+    ask = {"input": "w1", "max_output_tokens": 21, "top_logprobs": 4, "include": ["message.output_text.logprobs"]}
+    assert httpx.post(f"{fake_served.url}/v1/responses", json=ask).json()["error"]["param"] == "top_logprobs"
+    ask = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 4, "n": 2, "ignore_eos": True}
+    told = httpx.post(fake_served.url + CHAT, json=ask).json()
+    assert [choice["finish_reason"] for choice in told["choices"]] == ["length"] * 2
+    assert told["usage"]["completion_tokens"] == 20
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_long_answers_are_written_in_pieces_that_keep_nobody_waiting(fake_served, monkeypatch, path, stream):
+    """Beside the event loop, or a few tokens at a time: never many in one call."""
+    pieces, dumps = [], json.dumps
+
+    def noted(value, **options):
+        text = dumps(value, **options)
+        pieces.append((len(text), threading.current_thread().name))
+        return text
+
+    monkeypatch.setattr("specexport_runtime.server.json_text.json.dumps", noted)
+    ask = {"ignore_eos": True, "stream": stream, "speculative": {"token_origins": path != "/v1/responses"}}
+    match path:
+        case "/v1/completions":
+            ask |= {"prompt": "w1", "max_tokens": 390, "logprobs": 17}
+        case "/v1/chat/completions":
+            ask |= {"messages": MESSAGES, "max_tokens": 390, "logprobs": True, "top_logprobs": 17}
+        case _:
+            ask |= {"input": "w1", "max_output_tokens": 390, "top_logprobs": 17}
+            ask["include"] = ["message.output_text.logprobs"]
+    answer = httpx.post(fake_served.url + path, json=ask, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.content) > 200_000
+    assert max(size for size, _ in pieces) < len(answer.content) // 3
+    on_the_loop = [size for size, thread in pieces if not thread.startswith("specexport")]
+    assert max(on_the_loop, default=0) < 120_000
+
+
+def test_json_in_pieces_is_json():
+    items = [{"a": [1, None]}, "é", 2.5] * 70
+    value = {"a": {"b": items, "c": [items[:3]]}, "d": [items[0]] * 3, "e": []}
+    assert json_text(value) == json.dumps(value)
+    assert json_text(LongList(210, lambda begin, end: items[begin:end]), (",", ":")) == json.dumps(
+        items, separators=(",", ":")
+    )
+    assert json_text(LongList(0, lambda *_: [])) == "[]"
 
 
 def test_every_token_of_a_byte_level_vocabulary(demo_served):

@@ -1,6 +1,7 @@
 """What is refused, with which status, code and parameter; and that the official client raises its typed errors."""
 
 import json
+import sys
 
 import httpx
 import openai
@@ -8,7 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.protocol import ChatRequest, CompletionRequest
+from specexport_runtime.server.conversation import _called
+from specexport_runtime.server.errors import ApiError
+from specexport_runtime.server.parsing import parse_body
+from specexport_runtime.server.protocol import CalledFunction, ChatRequest, CompletionRequest, ToolCall
 from tests.support.cases.patience import HANG_S
 from tests.support.servers.openai_help import client_of
 from tests.support.servers.serving import Served, fake_engine
@@ -133,7 +137,9 @@ BODIES = {
     "twice within": (b'{"prompt": "w1", "speculative": {"drafter": "none", "drafter": "self"}}', "duplicate_key"),
     "surrogate": (b'{"prompt": "w1 \\ud800"}', "invalid_unicode"),
     "surrogate in a key within": (b'{"prompt": "w1", "logit_bias": {"\\udfff": 1}}', "invalid_unicode"),
-    "thousands of keys": (b"{" + b",".join(b'"k%d": 1' % i for i in range(1025)) + b"}", "invalid_json"),
+    "thousands of keys": (b"{" + b",".join(b'"k%d": 1' % i for i in range(8193)) + b"}", "invalid_json"),
+    "thousands of objects": (b'{"prompt": "w1", "metadata": [' + b"{}," * 2**14 + b"{}]}", "invalid_json"),
+    "thousands of lists": (b'{"prompt": "w1", "metadata": [' + b"[]," * 2**14 + b"[]]}", "invalid_json"),
 }
 
 
@@ -152,6 +158,28 @@ def http(fake_served):
     with httpx.Client(base_url=fake_served.url, timeout=HANG_S) as http:
         yield http
     fake_served.wait_until_idle()
+
+
+def test_brackets_in_texts_are_no_objects():
+    body = {"prompt": '[{"' * 20_000 + "\\", "metadata": {"a": [{}, "\\"]}}
+    assert parse_body(json.dumps(body).encode(), CompletionRequest).prompt == body["prompt"]
+
+
+def test_depth_is_refused_whatever_the_recursion_limit():
+    """From Python 3.12 on the parser of JSON has a limit of its own, ten times that of what reads its values."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000)
+    try:
+        for depth in (513, 3000):
+            for begin, end in ((b"[", b"]"), (b'{"a":', b"}")):
+                deep = begin * depth + b'"\\u0041"' + end * depth
+                with pytest.raises(ApiError, match="nested too deeply"):
+                    parse_body(b'{"prompt": "w1", "metadata": ' + deep + b"}", CompletionRequest)
+                call = CalledFunction(name="f", arguments='{"a": ' + deep.decode() + "}")
+                with pytest.raises(ApiError, match="nested too deeply"):
+                    _called(ToolCall(id="1", type="function", function=call), "x")
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 @pytest.mark.parametrize(("path", "body", "param", "code"), CASES, ids=lambda v: str(v)[:60])

@@ -2,6 +2,10 @@
 
 import httpx
 import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+from specexport_runtime.requests.token_bytes import ids_of, longest_token, text_of
+from specexport_runtime.server import prompt_tokens
 
 TEXT = "def add(a, b):\n    return a + b\n"
 
@@ -13,13 +17,70 @@ def post(served, path, **body):
 
 def test_a_prompt_and_back(demo_served):
     engine = demo_served.engine.engine
-    status, told = post(demo_served, "/tokenize", model="demo", prompt=TEXT * 99, return_token_strs=True)
-    ids = engine.tokenizer.encode(TEXT * 99).ids
+    text = TEXT * 15
+    status, told = post(demo_served, "/tokenize", model="demo", prompt=text, return_token_strs=True)
+    ids = engine.tokenizer.encode(text).ids
     assert (status, told["tokens"], told["count"]) == (200, ids, len(ids))
     assert told["token_strs"] == [engine.tokenizer.id_to_token(token) for token in ids]
     assert told["max_model_len"] == engine.max_model_len
-    assert post(demo_served, "/detokenize", tokens=ids) == (200, {"prompt": TEXT * 99})
+    assert post(demo_served, "/detokenize", tokens=ids) == (200, {"prompt": text})
     assert post(demo_served, "/tokenize", prompt=TEXT)[1]["token_strs"] is None
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_made_of_it(demo_served, monkeypatch):
+    """By its characters, where every byte of a text is in a token; nothing that fits is."""
+    engine = demo_served.engine.engine
+    longest = longest_token(engine.tokenizer)
+    assert longest == max(map(len, engine.tokenizer.get_vocab()))
+    too_many = {"tokens": [5] * (engine.max_model_len + 1)}
+    assert post(demo_served, "/detokenize", **too_many)[1]["error"]["code"] == "context_length_exceeded"
+    assert post(demo_served, "/tokenize", prompt=TEXT * 99)[1]["error"]["code"] == "context_length_exceeded"
+    monkeypatch.setattr(prompt_tokens, "ids_of", lambda *_, **__: [5])
+    for prompt, status in (
+        ("x" * longest * engine.max_model_len, 200),
+        ("x" * (longest * engine.max_model_len + 1), 400),
+    ):
+        assert post(demo_served, "/tokenize", prompt=prompt)[0] == status
+    body = {"prompt": "x" * 10**6, "max_tokens": 1}
+    assert post(demo_served, "/v1/completions", **body)[1]["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("normalizer", normalizers.Strip()),
+        ("normalizer", normalizers.Replace("x", "")),
+        ("normalizer", normalizers.NFKC()),
+        ("pre_tokenizer", pre_tokenizers.WhitespaceSplit()),
+        ("model", models.WordLevel({"w": 0}, unk_token="w")),
+    ],
+    ids=str,
+)
+def test_texts_of_any_length_may_fit_where_something_is_left_out(demo_served, change, value):
+    tokenizer = Tokenizer.from_str(demo_served.engine.engine.tokenizer.to_str())
+    tokenizer.normalizer = normalizers.NFC()
+    assert longest_token(tokenizer) == 4 * longest_token(demo_served.engine.engine.tokenizer)
+    changed = Tokenizer.from_str(tokenizer.to_str())
+    setattr(changed, change, value)
+    assert longest_token(changed) is None
+
+
+def test_long_texts_are_batches_of_one(demo_served):
+    """Tokenizers keep Python's lock while they encode or decode one text, and no other client is served meanwhile."""
+
+    class Noted:
+        def __init__(self):
+            self.asked = []
+
+        def __getattr__(self, name):
+            self.asked.append(name)
+            return getattr(demo_served.engine.engine.tokenizer, name)
+
+    text, tokenizer = "x = 1 " * 1000, Noted()
+    ids = ids_of(tokenizer, text, add_special_tokens=True)
+    assert ids == demo_served.engine.engine.tokenizer.encode(text).ids
+    assert text_of(tokenizer, ids, skip_special_tokens=False) == text
+    assert tokenizer.asked == ["encode_batch_fast", "decode_batch"]
 
 
 def test_a_conversation_is_that_of_the_template(fake_served):

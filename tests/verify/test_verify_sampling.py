@@ -182,9 +182,7 @@ def test_outcomes_use_the_random_numbers_of_the_engine():
     tokens = engine.generate([[1, 2]], params, num_speculative_tokens=4)[0].token_ids
     target = exact_tree(params)
     # With the draft equal to the target every draft is accepted, so each token comes from its `draft` number.
-    outcome = draw_outcome(
-        target, target, RoundDraws(RandomStream(5), fresh=True), accept_sampled, depth=3, lookahead=4
-    )
+    outcome = draw_outcome(target, target, RoundDraws(RandomStream(5)), accept_sampled, depth=3, lookahead=4)
     stream = RandomStream(5)
     expected = ()
     for position in range(3):

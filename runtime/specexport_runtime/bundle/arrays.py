@@ -26,13 +26,10 @@ MASK_NAME = "mask_feature.npy"
 
 
 def read_array(path: Path, *, in_place: bool = False) -> Any:
-    """What an ``.npy`` file holds, unchecked; BundleError if it cannot be read or holds pickles.
-
-    ``in_place`` maps the file into memory.
-    """
+    """What an ``.npy`` file holds, unchecked, mapped if ``in_place``; BundleError: unreadable, or it holds pickles."""
     try:
         return np.load(path, "r" if in_place else None, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, MemoryError) as error:
         raise BundleError(f"{path} cannot be read ({error}).", REBUILD) from error
 
 
@@ -109,7 +106,7 @@ def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
         return None
     token = head.mask_token_id
     if head.block_size is not None and token < entry.vocab_size:
-        correction = None if head.correction is None else _load_tables(folder, head.correction)
+        correction = None if head.correction is None else _load_tables(folder, entry, head.correction)
         return MaskInput(token, np.zeros(size, np.float32), head.block_size, head.from_anchor, correction)
     if head.mask_path is None:
         raise BundleError(f"{folder}: token {token} stands for unknown ones without a feature.", REBUILD)
@@ -121,7 +118,7 @@ def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
     return MaskInput(token, feature)
 
 
-def _load_tables(folder: Path, entry: CorrectionEntry) -> CorrectionTables:
+def _load_tables(folder: Path, model: ModelEntry, entry: CorrectionEntry) -> CorrectionTables:
     """Tables that are read where they lie: of most of them a draft needs a few rows."""
     arrays = {}
     for name in entry.tables:
@@ -129,4 +126,25 @@ def _load_tables(folder: Path, entry: CorrectionEntry) -> CorrectionTables:
         arrays[path.stem] = table = read_array(path, in_place=True)
         if not isinstance(table, np.ndarray) or table.dtype != np.float32:
             raise BundleError(f"{path}: it holds no float32 table.", REBUILD)
+    misfit = _misfit(model, entry.rule, {name: table.shape for name, table in arrays.items()})
+    if misfit is not None:
+        raise BundleError(f"{folder}: the head's table {misfit} is missing, or of another size.", REBUILD)
     return CorrectionTables(entry.rule, arrays, entry.most)
+
+
+def _misfit(model: ModelEntry, rule: str, found: Mapping[str, tuple[int, ...]]) -> str | None:
+    """A table that is missing, or of other sizes than the head's: a step would read beyond it."""
+    needed = {"selector": ("predecessors", "successors", "projection"), "markov": ("w1", "w2")}.get(rule, ())
+    n, e, r = model.lm_head_rows, model.engine.feature_size, next((found.get(name, ()) for name in needed), ())[1:]
+    rows = {"predecessors": 1, "w1": 1, "successors": n, "w2": n}  # at least, of r numbers
+    k = sum(r)
+    sizes = {"projection": (k, e), "gate": (k, e + k), "joint": (3 * k, 2 * k + e), "joint_bias": (3 * k,)}
+    sizes |= {"gate_bias": (k,), "confidence": (1, e + k), "confidence_bias": (1,)}
+    for name in (*needed, *found):
+        size = found.get(name, ())
+        fits = (
+            size[1:] == r and len(r) == 1 and size[0] >= rows[name] if name in rows else size == sizes.get(name, size)
+        )
+        if not (size and (fits or (name, size) == ("confidence", (1, e)))):
+            return name
+    return None

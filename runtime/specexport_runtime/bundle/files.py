@@ -46,10 +46,7 @@ def hashes_forced() -> bool:
 
 
 def check_files(folder: Path, files: "Mapping[str, FileEntry]", *, remember: bool = False) -> bool:
-    """Check the size and hash of every file, given by relative path; True if nothing had to be hashed.
-
-    With ``remember``, the record is used and extended. BundleError names a file that is missing or altered.
-    """
+    """Check size and hash of files by relative path; True if nothing had to be hashed, as ``remember`` knows all."""
     root = folder.resolve()
     for name, entry in files.items():
         path = folder / name
@@ -70,6 +67,11 @@ def check_files(folder: Path, files: "Mapping[str, FileEntry]", *, remember: boo
     if remember and stale:
         _write_record(root, {name: known[name] for name in files if known[name]})
     return not stale
+
+
+def file_state(path: Path) -> object:
+    """What changes when a file is written or replaced: bytes, modification and change time; None if it is missing."""
+    return list(_identity(path, "")[2:]) if path.exists() else None
 
 
 def file_fault(path: Path) -> tuple[str, str] | None:

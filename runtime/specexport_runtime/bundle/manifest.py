@@ -6,6 +6,7 @@ Compiler and runtime use these classes: a field's type is its rule (``specexport
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,10 +86,12 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write ``manifest.json`` into ``folder`` in one step (temporary file, then rename)."""
-        path = folder / MANIFEST_NAME
-        temporary = path.with_name(f".{MANIFEST_NAME}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(self.to_json(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        temporary = folder / f".{MANIFEST_NAME}.{secrets.token_hex(4)}.tmp"
+        try:
+            temporary.write_text(json.dumps(self.to_json(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            os.replace(temporary, folder / MANIFEST_NAME)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _digest(data: Mapping[str, Any]) -> str:

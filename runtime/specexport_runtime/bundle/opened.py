@@ -1,10 +1,11 @@
 """Opening a bundle folder: checks, tokenizer, chat template. Its engines are opened by ``executors.open``."""
 
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from specexport_runtime.bundle.entry import MAX_NUM_SEQS
-from specexport_runtime.bundle.files import check_files
+from specexport_runtime.bundle.files import check_files, file_state
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.tokenizer_load import load_tokenizer
 from specexport_runtime.errors import BundleError, InvalidRequestError
@@ -18,6 +19,10 @@ WEIGHTS = "[!.]*.data"
 """Names of files of weights, beside their graphs."""
 
 
+class ChangedError(BundleError):
+    """A bundle's files are others than when its load began."""
+
+
 class Bundle(NamedTuple):
     """A bundle that passed its checks, with the limits that the load asked for."""
 
@@ -28,6 +33,13 @@ class Bundle(NamedTuple):
     max_model_len: int  # most tokens of one sequence
     max_num_seqs: int  # sequences that run at a time
     num_rows: int  # cache rows: max_num_seqs, and the rows that only keep prefixes
+    states: Mapping[str, object]  # of its files, before they were hashed
+
+    def check_unchanged(self) -> None:
+        """Once its files are open: ChangedError if they are not the ones that were hashed."""
+        for name, state in self.states.items():
+            if file_state(self.folder / name) != state:
+                raise ChangedError(f"{self.folder}: {name} changed while the bundle was loaded.", "load it again.")
 
 
 def check_num_seqs(count: int, name: str = "max_num_seqs") -> None:
@@ -47,11 +59,7 @@ def _check_links(folder: Path, manifest: Manifest) -> None:
 def load_bundle(
     folder: Path, *, max_model_len: int | None = None, max_num_seqs: int | None = None, prefix_rows: int = 0
 ) -> Bundle:
-    """Open ``folder``, checking its versions and the hash of every file that was not checked here before.
-
-    None takes the manifest's limit. BundleError if a file is missing or altered, IncompatibleError for another schema
-    or ABI, InvalidRequestError for a limit out of range.
-    """
+    """Open ``folder``, checking versions and the hash of each file that was not checked here before."""
     manifest = load_manifest(folder)
     if max_model_len is not None and not 2 <= max_model_len <= manifest.max_model_len:
         raise InvalidRequestError(
@@ -61,6 +69,7 @@ def load_bundle(
     if max_num_seqs is None:
         max_num_seqs = manifest.default_num_seqs
     check_num_seqs(max_num_seqs)
+    states = {name: file_state(folder / name) for name in manifest.files}
     known = check_files(folder, manifest.files, remember=True)
     _check_links(folder, manifest)
     if "target" not in manifest.models:
@@ -74,4 +83,5 @@ def load_bundle(
         max_model_len or manifest.max_model_len,
         max_num_seqs,
         max_num_seqs + prefix_rows,
+        states,
     )

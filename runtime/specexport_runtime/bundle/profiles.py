@@ -67,10 +67,7 @@ class Profile(NamedTuple):
 
 
 def choose_profile(profiles: Sequence[Profile], shape: StepShape) -> int:
-    """Index of the cheapest profile that fits a step: fixed before ranged, then fewest padded tokens, then fewest rows.
-
-    IncompatibleError where none fits; it names the size that is beyond all of them and the flag that raises it.
-    """
+    """Index of the cheapest profile for a step: fixed first, then fewest padded tokens, then fewest rows."""
     fitting = [i for i, profile in enumerate(profiles) if profile.fits(shape)]
     if not fitting:
         raise IncompatibleError(_too_large(profiles, shape), "build it again with larger limits.")
@@ -109,11 +106,7 @@ class HeadSteps(NamedTuple):
 def head_steps(
     lookahead: int, *, num_draft_heads: int = 0, block_size: int | None = None, has_mask: bool = False
 ) -> HeadSteps:
-    """The steps of a head that drafts up to ``lookahead`` tokens (K); K is less where the head has no more to give.
-
-    ``num_draft_heads`` counts heads that are asked by number, ``block_size`` is the most tokens of a block, and
-    ``has_mask`` says that the head drafts all tokens in one step.
-    """
+    """The steps of a head that drafts up to ``lookahead`` tokens (K); K is less where the head has no more to give."""
     if num_draft_heads:
         drafted = min(lookahead, num_draft_heads)
         return HeadSteps(0, drafted, drafted, steps_alone=False)

@@ -10,10 +10,7 @@ from specexport_runtime.errors import IncompatibleError
 
 
 class Limits(NamedTuple):
-    """What an engine may lose against the float model: two to three times the worst of three models.
-
-    ``docs/quantization.md`` has the measurements.
-    """
+    """What an engine may lose against the float model; ``docs/quantization.md`` has the measurements."""
 
     agreement: float  # least share of a text's decided positions with the same best token, in a build
     lost: float  # most of what the float model tells on a text, in a build

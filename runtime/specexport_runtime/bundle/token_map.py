@@ -29,6 +29,9 @@ NOT_SHARED = -1
 STRETCH = 1.5
 """Most cache entries of the draft for each token of a text: one that takes more is not drafted for."""
 
+_MOST_PIECES = 64
+"""Most tokens of the draft for one of the target, on average: far more than any vocabulary needs."""
+
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -79,10 +82,13 @@ def load_token_map(folder: Path, draft: ModelEntry | None, target: ModelEntry) -
     if draft is None or draft.token_map is None:
         return None
     path = folder / draft.token_map.path
+    most = 4 * (draft.vocab_size + _MOST_PIECES * target.vocab_size)
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            if sum(each.file_size for each in arrays.zip.infolist()) > most:  # nothing is unpacked beyond that
+                raise ValueError("it unpacks to more than a map of these vocabularies takes")
             found = TokenMap(**{name: arrays[name] for name in TokenMap._fields})
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, KeyError, MemoryError, AttributeError, zipfile.BadZipFile) as error:
         raise BundleError(f"{path} cannot be read ({error}).", REBUILD) from error
     problem = _problem(found, draft.vocab_size, target.vocab_size)
     if problem is not None:

@@ -8,23 +8,28 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from specexport_runtime.bundle.files import native_path
 from specexport_runtime.errors import BundleError
 from specexport_runtime.machine import return_freed_memory
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+TWIN_MARK = "\ufdd0"
+"""Ends the names of tokens whose text another one has too, and no other's; the decoder drops it."""
 _CHANCES = ("dropout", "alpha")
 
 
 def load_tokenizer(path: Path, *, background: bool = False) -> "Tokenizer":
     """Load ``tokenizer.json``; BundleError if it cannot be read.
 
-    With ``background`` it returns at once; :func:`start_loading` or the first use starts the thread, and the use
-    raises.
+    With ``background`` it returns once the file is read; :func:`start_loading` or the first use starts the thread that
+    parses it, and the use raises.
     """
-    return cast("Tokenizer", _BackgroundTokenizer(path)) if background else _load(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error.strerror}).", "build it again.") from error
+    return cast("Tokenizer", _BackgroundTokenizer(path, data)) if background else _load(path, data)
 
 
 def start_loading(tokenizer: "Tokenizer") -> None:
@@ -34,10 +39,7 @@ def start_loading(tokenizer: "Tokenizer") -> None:
 
 
 def read_whole_texts(tokenizer: "Tokenizer") -> None:
-    """Make a tokenizer read every text whole, and in the same way each time.
-
-    ``truncation`` cuts texts, ``padding`` fills them up, ``dropout`` and ``alpha`` draw among readings.
-    """
+    """Take away what cuts texts, fills them up, or draws among readings: each text is read whole, always alike."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     for chance in _CHANCES:
@@ -57,13 +59,11 @@ def whole_reader(tokenizer: "Tokenizer") -> "Tokenizer":
     return copy
 
 
-def _load(path: Path) -> "Tokenizer":
+def _load(path: Path, data: bytes) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(native_path(path))
-    except BundleError:
-        raise
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises bare Exceptions
         raise BundleError(f"{path} cannot be read: {error}", "build it again.") from error
     read_whole_texts(tokenizer)
@@ -74,8 +74,8 @@ def _load(path: Path) -> "Tokenizer":
 class _BackgroundTokenizer:
     """Stands for a tokenizer that a thread is loading; every attribute is the tokenizer's."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, data: bytes) -> None:
+        self._given = path, data
         self._lock = threading.Lock()
         self._future: Future[Tokenizer] | None = None
 
@@ -83,7 +83,8 @@ class _BackgroundTokenizer:
         with self._lock:
             if self._future is None:
                 pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-                self._future = pool.submit(_load, self._path)
+                self._future = pool.submit(_load, *self._given)
+                del self._given
                 pool.shutdown(wait=False)
             return self._future
 

@@ -125,10 +125,7 @@ def _check_template(bundle: Path, options: ChatOptions) -> None:
 
 
 def talk(session: Session, commands: Commands, read_line: ReadLine, slips: Slips, *, is_interactive: bool) -> None:
-    """Read and answer until the end of input, ``/exit``, or Ctrl-C twice at the prompt.
-
-    ``is_interactive`` tells of mistakes and goes on; otherwise the first one, or the first Ctrl-C, is raised.
-    """
+    """Read and answer until the end of input, ``/exit``, or Ctrl-C twice; raise mistakes unless ``is_interactive``."""
     slipped = False
     while True:
         try:
@@ -138,8 +135,8 @@ def talk(session: Session, commands: Commands, read_line: ReadLine, slips: Slips
             if is_interactive:
                 click.echo(err=True)
             return
-        except KeyboardInterrupt:
-            if not is_interactive:
+        except KeyboardInterrupt as error:
+            if not is_interactive or error.args:  # it has a signal that is not Ctrl-C
                 raise
             click.echo(err=True)
             if slipped:

@@ -9,14 +9,14 @@ what was raised                               exit code  printed on standard err
 a ``SpecexportError``                         its own    ``error: what and where. Fix: how``
 a usage error (unknown flag, command, value)  2          the same, with the nearest match
 Ctrl-C                                        130        ``interrupted``
+SIGTERM; SIGHUP                               143; 129   ``terminated``; ``hung up``
 a closed output (``… | head``)                141        nothing
-a full disk (``ENOSPC``, ``EDQUOT``)          2          as for a ``SpecexportError``; names the path if known
+a full or read-only disk, a limit of files    2          as for a ``SpecexportError``; names the path if known
 anything else                                 1          its traceback: it is a defect of ours
 ============================================  =========  ====================================================
 """
 
 import contextlib
-import errno
 import os
 import select
 import signal
@@ -30,15 +30,14 @@ from typing import Any
 import click
 
 from specexport_runtime.cli.any_text import take_any_text
-from specexport_runtime.errors import SpecexportError
-
-EXIT_INTERRUPTED = 130
+from specexport_runtime.errors import SpecexportError, write_fault
 
 EXIT_CLOSED_OUTPUT = 141
 """128 and the number of SIGPIPE, by which most programs end then."""
 
-_INTERRUPTED = ("interrupted", EXIT_INTERRUPTED)
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SAID = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+if hasattr(signal, "SIGHUP"):  # not on Windows
+    _SAID[signal.SIGHUP] = "hung up"
 
 
 def suggest(word: str, known: Iterable[str]) -> str | None:
@@ -62,10 +61,12 @@ def describe_error(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, click.ClickException):
         return _describe_click_error(error), error.exit_code
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
-        return _INTERRUPTED
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        given = (error.__cause__ or error).args  # click raises its Abort from it
+        number = given[0] if given and given[0] in _SAID else signal.SIGINT
+        return _SAID[number], 128 + number
+    if isinstance(error, OSError) and (fault := write_fault(error)) is not None:
         where = f" while writing {error.filename}" if error.filename else ""
-        return format_error(f"the disk is full{where}", "free some space, or write to another disk."), 2
+        return format_error(fault[0] + where, fault[1]), 2
     return None
 
 
@@ -192,43 +193,45 @@ def _forget_output(stream: Any) -> None:
 
 
 class Interrupts:
-    """The handler of SIGINT.
+    """The handler of SIGINT, SIGTERM and SIGHUP.
 
     The first one raises ``KeyboardInterrupt``. While that goes up others would break the clearing away off, so they
     wait; once all is clear they end the process.
     """
 
     def __init__(self) -> None:
-        self.came = False
+        self.came: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  # what a handler is called with
         """Handle one."""
-        self.came = True
+        self.came = number
         error = sys.exception()
         while error is not None:
             if isinstance(error, KeyboardInterrupt):
                 return
             error = error.__context__
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(signal.Signals(number))
 
     def all_is_clear(self) -> None:
         """Nothing is left to clear away: the next one may end the process."""
-        if self.came:
-            signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+        if self.came is not None:
+            for number in _SAID:
+                if signal.getsignal(number) is self:
+                    signal.signal(number, lambda number, _: os._exit(128 + number))
 
 
 @contextlib.contextmanager
 def handle_interrupts() -> Iterator[Interrupts]:
-    """Handle SIGINT as :class:`Interrupts` says, unless another handler does, or ignores it."""
+    """Handle what ends a process as :class:`Interrupts` says, unless another handler does, or ignores it."""
     handler = Interrupts()
-    in_charge = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-    if in_charge:
-        signal.signal(signal.SIGINT, handler)
+    main = threading.current_thread() is threading.main_thread()
+    usual = {number: signal.getsignal(number) for number in _SAID} if main else {}
+    usual = {number: own for number, own in usual.items() if own in (signal.default_int_handler, signal.SIG_DFL)}
+    for number in usual:
+        signal.signal(number, handler)
     try:
         yield handler
     finally:
-        if in_charge and not handler.came:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if handler.came is None:
+            for number, own in usual.items():
+                signal.signal(number, own)

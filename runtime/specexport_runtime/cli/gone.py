@@ -10,10 +10,7 @@ from specexport_runtime.errors import UserInputError
 
 
 def gone(names: str, why: str) -> Callable[[Any], Any]:
-    """A switch that no help shows and that changes nothing: a person at a terminal is warned, a script is not.
-
-    Only for what is done in any case now; an option that would change a result is refused as unknown.
-    """
+    """A switch that no help shows and that is done in any case now: a person is warned, a script is not."""
 
     def tell(_ctx: click.Context, param: click.Parameter, value: bool | None) -> None:
         if value is not None and sys.stderr.isatty():

@@ -21,10 +21,7 @@ class PromptItem(NamedTuple):
 
 
 def read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> Iterator[PromptItem]:
-    """The prompts of one command: the argument (``-`` or None: standard input), a UTF-8 text file, or JSON lines.
-
-    A line has a field ``prompt`` and optionally ``reference``. InvalidRequestError for two sources, none, or a bad one.
-    """
+    """Prompts of one command: the argument (``-`` or None: standard input), a UTF-8 text file, or JSON lines."""
     given = [
         name for name, value in (("PROMPT", prompt), ("--prompt-file", prompt_file), ("--prompts", prompts)) if value
     ]
@@ -53,10 +50,7 @@ def read_text(path: Path) -> str:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number and object of each line of a UTF-8 file of JSON objects, whose texts can be encoded.
-
-    Blank lines are left out. ``InvalidRequestError`` if the file cannot be read, or has another form or no objects.
-    """
+    """Line number and object of each line of a UTF-8 file of JSON objects; blank lines are left out."""
     empty = True
     # Not splitlines: it also breaks at characters that JSON allows inside a string.
     for number, line in enumerate(read_text(path).split("\n"), start=1):

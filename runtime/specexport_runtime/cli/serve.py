@@ -68,7 +68,7 @@ _LIMITS = (
     _setting(
         "--max-connections",
         "max_connections",
-        "Most connections at a time. One more closes the one that rests the longest; if none rests, it gets 503.",
+        "Most connections. One more closes the one that rests, or sends its head, for the longest; else it gets 503.",
     ),
     _setting(
         "--keep-alive-timeout",
@@ -78,6 +78,7 @@ _LIMITS = (
     _setting("--request-timeout", "request_timeout_s", "Seconds that a request may take, waiting included."),
     _setting("--body-timeout", "body_timeout_s", "Seconds that a client may take to send its body."),
     _setting("--drain-timeout", "drain_timeout_s", "Seconds that requests may go on after SIGTERM."),
+    _setting("--stuck-after", "stuck_after_s", "Seconds without a round, while requests run, until it counts as dead."),
 )
 _PACE = (
     _setting(

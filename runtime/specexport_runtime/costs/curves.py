@@ -55,10 +55,7 @@ class LayerShares(NamedTuple):
 
 @dataclass(frozen=True)
 class CostCurves:
-    """What the steps of a bundle cost.
-
-    Of ``drafters`` those that have an engine of their own (``"draft-model"``). Lookup has none: it costs microseconds.
-    """
+    """What steps cost, of ``drafters`` those that have an engine of their own: lookup costs microseconds."""
 
     target: StepCost
     drafters: Mapping[str, StepCost] = field(default_factory=dict)

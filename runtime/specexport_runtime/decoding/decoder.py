@@ -106,6 +106,7 @@ class Decoder:
         failed = self.running
         for req in failed:
             req.end("error", error)
+        for req in failed:
             self.rows.leave(req)
         self.rows.clear()
         return failed
@@ -120,8 +121,9 @@ class Decoder:
         engines_before = self.target.executor.engine_seconds + self.drafter.engine_seconds
         ready, chunks = self.scheduler.plan()
         self.times.schedule += time.perf_counter() - start
+        failed = [RoundEvent(req, [], 0, 0, is_bonus=False) for req in self.scheduler.failed]
         if not ready and not chunks:
-            return []
+            return failed
         # The step that ends a prompt drafts too, however the prompt was cut, or that would change a seed's draws.
         drafting = sorted([*ready, *self.rows.ending(chunks)], key=_ROW) if chunks else ready
         load, prompt_tokens = None, sum(chunks.values())
@@ -137,7 +139,7 @@ class Decoder:
         events = self._verify(ready, drafting, proposals, chunks)
         if counts and self.lengths is not None:
             tokens = sum([len(proposal.nodes) for proposal in proposals.values()])
-            self.lengths.took(drafting, tokens, time.perf_counter() - drafted)
+            self.lengths.took(tokens, time.perf_counter() - drafted)
         if load is not None:
             seconds = time.perf_counter() - start
             plain_seconds = self.tracer.record(events, load, seconds)
@@ -149,7 +151,7 @@ class Decoder:
             self.times.total += time.perf_counter() - start
             self.times.engine += self.target.executor.engine_seconds + self.drafter.engine_seconds - engines_before
             self.times.rounds += 1
-        return events
+        return events + failed
 
     def _propose(self, requests: list[Request], load: StepLoad | None) -> dict[int, Proposal]:
         """Draft for requests that get logits in this step; by row."""

@@ -117,7 +117,7 @@ class RequestHandle:
             return
         try:
             self._listener.on_done(self)
-        except Exception:  # a closed event loop, for example: the others' requests go on
+        except BaseException:  # a closed event loop, for example: the others' requests go on
             logging.getLogger("specexport_runtime").exception("on_done of a request's listener raised.")
 
     def _raise_error(self) -> None:

@@ -107,10 +107,7 @@ class MemoryBudget:
         return None if self.limit is None else self.limit - self.need(req).num_bytes - self.bytes_of(rows)
 
     def check_pin(self, num_tokens: int, pinned: Iterable[int]) -> None:
-        """Refuse to keep a text for good if a request of full length would not fit beside it and ``pinned``.
-
-        ``pinned`` are the rows of the texts that are kept for good already. The refusal is an InvalidRequestError.
-        """
+        """Refuse to keep a text for good if no request of full length would fit beside it and rows ``pinned``."""
         if self.limit is None:
             return
         left = self.limit - self._holding(self._most).num_bytes - self.bytes_of(pinned)
@@ -150,10 +147,7 @@ class MemoryBudget:
             self._held[other] = of_one
 
     def settle(self) -> None:
-        """Give memory back that no request holds: what is over the limit, and over the share that may stay as a spare.
-
-        Rows without a holder give first, the last ones before others: requests fill rows from the front.
-        """
+        """Give memory back that no request holds, but a spare; of the last rows first: requests fill the front."""
         if self.limit is None:
             return
         uses = self._uses()

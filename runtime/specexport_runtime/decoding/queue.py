@@ -31,6 +31,8 @@ WHOLE_TURN = 256
 """The same where owners share a row in turns; the whole of its text, if that is more."""
 NEARLY_DONE = 8
 """Tokens before its end, within which a request is left alone."""
+MOST_PASSES = 16
+"""Requests of other owners that begin before one for which there is no memory; then all wait until there is."""
 
 
 class WaitingQueue:
@@ -44,6 +46,7 @@ class WaitingQueue:
         # Owners in the order of their turns: a dict keeps it.
         self._levels: dict[int, dict[str, deque[Request]]] = {}
         self._count = 0
+        self._passes: dict[Request, int] = {}  # of those that had no memory: requests that began since
 
     def __len__(self) -> int:
         return self._count
@@ -69,11 +72,7 @@ class WaitingQueue:
         return self._count == len(self._levels.get(req.priority, {}).get(req.owner, ()))
 
     def next(self, held: Mapping[str, int], skipped: Collection[str] = ()) -> Request | None:
-        """The next request, which stays in the queue; None if no owner of the first priority is left.
-
-        ``held`` counts the rows of each owner; an owner that it does not name holds none. ``skipped`` owners are passed
-        over.
-        """
+        """The next request, by how many rows owners have (``held``), but of ``skipped`` ones; None if none is left."""
         if not self._count:
             return None
         owners = self._levels[min(self._levels)]
@@ -81,8 +80,13 @@ class WaitingQueue:
         # Of equals `min` takes the first: the one whose turn is the longest ago.
         return owners[min(able, key=lambda owner: held.get(owner, 0))][0] if able else None
 
+    def may_pass(self, req: Request) -> bool:
+        """Whether requests of other owners may begin before one for which there is no memory now."""
+        return self._passes.setdefault(req, 0) < MOST_PASSES
+
     def take(self, req: Request) -> None:
         """A request gets a row; its owner has had a turn."""
+        self._passes = {each: count + 1 for each, count in self._passes.items()}
         owners = self._levels[req.priority]
         queue = owners.pop(req.owner)
         owners[req.owner] = queue
@@ -93,6 +97,7 @@ class WaitingQueue:
         owners = self._levels[req.priority]
         queue = owners[req.owner]
         queue.remove(req)
+        self._passes.pop(req, None)
         self._count -= 1
         if not queue:
             del owners[req.owner]

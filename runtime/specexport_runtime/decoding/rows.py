@@ -160,7 +160,6 @@ class Rows:
         row = req.row
         req.pause(self.num_read(req))
         self.leave(req)
-        self.drafter.restart(req)
         self.preemptions += 1
         return row
 

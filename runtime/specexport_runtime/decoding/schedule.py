@@ -120,6 +120,7 @@ class Scheduler:
         # Padding a whole batch to the width of a prompt chunk helps no request: the padded method prefills apart.
         self._mixes_prefill = target.unpad_kv and target.unpad_input
         self._sat_out = False
+        self.failed: list[Request] = []  # that the last plan ended: an exception concerned one alone
 
     @property
     def has_work(self) -> bool:
@@ -135,7 +136,7 @@ class Scheduler:
 
     def plan(self) -> tuple[list[Request], dict[int, int]]:
         """Admit what fits; then the requests that decode in this step, and the prompt tokens of the other rows."""
-        placed = self.rows.placed
+        placed, self.failed = self.rows.placed, []
         ready = [req for req in placed if req is not None and req.is_decoding]
         if len(ready) == len(placed) and not (self.waiting and self._can_admit()):
             return ready, {}  # most rounds: all requests decode, and none can come
@@ -158,27 +159,45 @@ class Scheduler:
         """Admit what fits, then close the holes that are left; requests that decode may take ``busy_tokens``.
 
         A request is admitted when a row is free, or can be made free, and the step still has budget for its prompt. If
-        there is no memory for it, it waits, and all behind it.
+        there is no memory for it, it waits, and all behind it but some of other owners. What raises before
+        a row is touched ends that request.
         """
         rows, passed = self.rows, set[str]()
         while (req := self.waiting.next(rows.held, passed)) is not None:
-            if not self._has_budget(req, busy_tokens):
-                passed.add(req.owner)
-                continue
             row, victim = rows.free_row, None
-            if row == NO_ROW and (victim := self._victim(req)) is None:
-                break
-            if rows.is_early(req):
-                passed.add(req.owner)
+            try:
+                if not self._has_budget(req, busy_tokens):
+                    passed.add(req.owner)
+                    continue
+                if row == NO_ROW and (victim := self._victim(req)) is None:
+                    break
+                if rows.is_early(req):
+                    passed.add(req.owner)
+                    continue
+                if not rows.fits(req):
+                    if not self.waiting.may_pass(req):
+                        break
+                    passed.add(req.owner)
+                    continue
+            except Exception as error:  # of a drafter that is asked what it could go on from, say
+                self._end(req, error)
                 continue
-            if not rows.fits(req):
-                break
             if victim is not None:
                 row = rows.pause(victim)
                 self.waiting.put_back(victim)
+                try:
+                    rows.drafter.restart(victim)
+                except Exception as error:
+                    self._end(victim, error)
             self.waiting.take(req)
             rows.admit(req, row)
         rows.close_holes()
+
+    def _end(self, req: Request, error: Exception) -> None:
+        """An exception ends a request that waits, and no other."""
+        self.waiting.remove(req)
+        req.end("error", error)
+        self.failed.append(req)
 
     def share(self, busy_tokens: int) -> dict[int, int]:
         """Prompt tokens of each row in this step beside ``busy_tokens``, for rows that get any, the oldest first."""

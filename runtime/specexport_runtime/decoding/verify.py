@@ -73,11 +73,7 @@ def told_step(
     work: Sequence[RowWork],
     want: Wanted,
 ) -> StepOutput | DeviceRows:
-    """A step of the target, as ``ModelRunner.step`` has it; it gives the drafter what that wants to know of it.
-
-    Similarities of prompts and features of all that is read cost a little, so both are off in all steps that bring
-    nothing that is wanted, and off again however the step ends.
-    """
+    """A step of the target that gives the drafter what it wants to know, and computes nothing of that otherwise."""
     executor = target.executor
     measured = [req for req in prompts if executor.num_gates and drafter.wants_similarity(req)]
     read = [req for req in requests if drafter.wants_features(req)] if executor.gives_features else []
@@ -217,10 +213,7 @@ def row_laws(
     starts: Sequence[int],  # where those of each cache row begin, from the first one of the step on
     first_row: int,
 ) -> dict[int, RowLaws]:
-    """By cache row, the laws of requests whose rows stay on the device and were asked by :func:`row_asks`.
-
-    All residuals that a draft may end with are found at once.
-    """
+    """By cache row, laws of requests that :func:`row_asks` asked for; all residuals are found at once."""
     laws: dict[int, RowLaws] = {}
     asked: list[Surplus] = []
     for req in requests:
@@ -231,22 +224,24 @@ def row_laws(
             len(requests) > 1
             and not rows.is_near
             and proposal.error is None
-            and proposal.tokens
+            and proposal.distributions
             and req.sampler.is_uncut
         ):
             with suppress(Exception):  # acceptance meets it again
-                _ask_ahead(req, proposal, law, asked)
+                _ask_ahead(req, proposal.tokens, proposal.distributions, law, asked)
     find_masses(asked)
     return laws
 
 
-def _ask_ahead(req: Request, proposal: Proposal, laws: RowLaws, asked: list[Surplus]) -> None:
+def _ask_ahead(
+    req: Request, drafted: Sequence[int], drafts: Sequence[Law | None], laws: RowLaws, asked: list[Surplus]
+) -> None:
     """Ask for the residuals that a draft may end with."""
-    drafted, draws = proposal.tokens, req.draws
-    drafts = proposal.distributions or [None] * len(drafted)
+    draws = req.draws
     places: Iterable[tuple[int, float]]
-    if req.acceptance == "token" or all(draft is None for draft in drafts):
-        places = [(first_refused(drafted, drafts, laws, draws)[0], 1.0)]
+    if req.acceptance == "token":
+        place, _, token = first_refused(drafted, drafts, laws, draws)
+        places = [(place, 1.0)] if token is None else []
     else:
         laws.chances = find_chances(drafted, drafts, laws, draws)
         places = tested_places(laws.chances.found, draws)
@@ -254,7 +249,7 @@ def _ask_ahead(req: Request, proposal: Proposal, laws: RowLaws, asked: list[Surp
         if place == len(drafted):
             return
         target = laws(place)
-        if isinstance(target, DeviceLaw) and (found := target.ask(drafts[place], drafted[place], chance)) is not None:
+        if isinstance(target, DeviceLaw) and (found := target.ask(drafts[place], chance)) is not None:
             asked.append(found)
         if chance == 1.0:
             return

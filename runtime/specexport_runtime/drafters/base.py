@@ -36,9 +36,9 @@ __all__ = [
 class Drafter(ABC):
     """A way to guess the next tokens of many requests. Guesses change speed, never the output's distribution.
 
-    A guess may depend on the committed tokens of its request and on what was tested. It must not depend on draft
-    tokens that were never tested, on random draws that are still to be used, or on measured time: each of them would
-    bias sampled text.
+    A guess may depend on all that was before its round. It must not depend on random draws that are still to be used,
+    and a token that was drawn must not be left out: either would bias sampled text. One that samples does not copy from
+    other requests, which may have the same draws.
 
     A class needs ``traits`` and :meth:`propose`. The other defaults fit a drafter that keeps nothing by row and reads
     nothing but the tokens of requests.

@@ -50,11 +50,7 @@ class ChainDrafter(Drafter):
         lookaheads: Sequence[int],
         begun: Sequence[Begun] | None = None,  # noqa: ARG002 - drafts begin here, with what grammars force
     ) -> list[Proposal]:
-        """Draft tokens for each request, in ascending rows; see ``Drafter.propose``.
-
-        ``lookaheads`` are the room of each request: a stage drafts at most the smaller of this and its own lookahead.
-        SpecexportError: a plan names a drafter that is not here.
-        """
+        """Draft tokens for each request, in ascending rows, at most as many as it has room for (``lookaheads``)."""
         forced = begin_drafts(requests, lookaheads)
         proposals = [Proposal([], end="none") for _ in requests] if forced is None else forced.alone()
         plans = [

@@ -25,10 +25,7 @@ class Correction(Protocol):
     """The logits of one draft."""
 
     def logits(self, drafted: Sequence[int]) -> Float32Array:
-        """Corrected logits [N] of the place behind the draft's tokens ``drafted``; -inf for a token that it never is.
-
-        CheckFailedError: those that the engine gave hold NaN or +inf.
-        """
+        """Corrected logits [N] behind ``drafted``, -inf for tokens it never is; CheckFailedError for NaN or +inf."""
         ...
 
     def confidence(self, drafted: Sequence[int]) -> float | None:
@@ -40,10 +37,7 @@ class Corrector(Protocol):
     """How a head corrects logits."""
 
     def begin(self, logits: Float32Array, states: Float32Array, newest: int) -> Correction:
-        """A draft behind the token ``newest``; ``logits`` [K, N] and ``states`` [K, E] are of its places.
-
-        Both may be views that the next step overwrites.
-        """
+        """A draft behind ``newest``; its places' ``logits`` [K, N] and ``states`` [K, E] may be overwritten later."""
         ...
 
 

@@ -1,7 +1,9 @@
 """Drafting token after token with a model, whichever: K steps of it, each fed what the one before gave."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from specexport_runtime.drafters.correction import Correction, Corrector
 
 _NAN = "the draft's logits contain NaN."
+_log = logging.getLogger(__name__)
 
 
 class Draft:
@@ -49,11 +52,11 @@ class Draft:
         self.has_exited = False  # the model was no longer sure
         self.is_combined = False  # its places know nothing of each other
         self.carried: Float32Array | None = None  # [E], what a draft head handed on behind its last token
-        self.error: Exception | None = None  # of drawing a token from the model's logits: they held a NaN, say
+        self.error: Exception | None = None  # why no token comes next: its logits hold a NaN, say
         self._siblings = request.siblings if request.adaptive else usual_siblings(request, limit)
         self._exit = request.draft_exit or request.sure
         self._num_begun = len(self.waiting)
-        # Its last token ends the text, or the model has no more to say.
+        # Its last token ends the text.
         self.has_ended = bool(self.waiting) and request.is_end(self.waiting[-1])
         self._room = 0 if begun is None else begun.room
         self._steps = 0
@@ -86,10 +89,7 @@ class Draft:
         return self._siblings[place] if place < len(self._siblings) else 0
 
     def plain_steps(self, *, draws: bool) -> int:
-        """Steps that feed the model the id that the step before gave; 0 where more is looked at.
-
-        With ``draws`` the device draws by itself.
-        """
+        """Steps that feed the model ids that it gave, or that the device draws; 0 where more is looked at."""
         sampler = self.request.sampler
         if self._one_by_one or self.waiting or self._exit is not None or self._siblings:
             return 0
@@ -125,9 +125,12 @@ class Draft:
 
     def _place_one(self) -> None:
         self.forced.append(len(self.tokens))
-        self.tokens.append(self.waiting.pop(0))
+        self._put(self.waiting.pop(0), None)
+
+    def _put(self, token: int, law: Law | None) -> None:
+        self.tokens.append(token)
         if self.distributions is not None:
-            self.distributions.append(None)
+            self.distributions.append(law)
 
     def ask(self, width: int, num_rows: int, ahead: int = 0) -> RowAsk:
         """What to ask of a row of logits on the device, ``ahead`` of the next; there are ``num_rows`` cache rows."""
@@ -141,7 +144,7 @@ class Draft:
 
     def draw_row(self, row: DeviceRow, width: int) -> None:
         """As :meth:`draw`, from a row that stays on the device and was asked by :meth:`ask`."""
-        sampler = self.request.sampler
+        sampler, law = self.request.sampler, None
         if self.num_siblings:
             return self.draw(row.fetch())
         if self.distributions is None:
@@ -153,10 +156,9 @@ class Draft:
         else:
             law = sampler.law(row, self.tokens)
             token, top = sample_token(law, self.request.draws(len(self.tokens)).draft), law.top
-            self.distributions.append(law)
         draft_exit = self._exit if self._steps + 1 < self.limit else None
         self.has_exited = draft_exit is not None and draft_exit.should_end(top)
-        return self.append(token)
+        return self.append(token, law)
 
     def draw(self, logits: Float32Array, cut_head: "CutHead | None" = None, confidence: float | None = None) -> None:
         """Append the token that ``logits`` [V], or [N] of ``cut_head``, give; end the draft if it is not sure of it.
@@ -165,7 +167,7 @@ class Draft:
         ``confidence`` is what the model itself says of the place, whatever is drawn; without it the top probability is.
         CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
         """
-        req, top, siblings = self.request, 1.0, self.num_siblings
+        req, top, law, siblings = self.request, 1.0, None, self.num_siblings
         draft_exit = self._exit if self._steps + 1 < self.limit else None
         plain = req.sampler.is_plain_greedy
         if cut_head is not None and not plain:  # penalties and bias go by token id
@@ -179,16 +181,15 @@ class Draft:
             if cut_head is not None and plain:
                 token = int(cut_head.ids[token])
         else:
-            distribution = req.sampler.distribution(logits, self.tokens)
-            token = sample_token(distribution, req.draws(len(self.tokens)).draft)
-            self.distributions.append(distribution)
+            law = req.sampler.distribution(logits, self.tokens)
+            token = sample_token(law, req.draws(len(self.tokens)).draft)
             if siblings:
-                self._branch_drawn(distribution, token, siblings)
+                self._branch_drawn(law, token, siblings)
             if draft_exit is not None:
-                top = float(distribution.probs.max())
+                top = law.top
         top = top if confidence is None else confidence
         self.has_exited = draft_exit is not None and draft_exit.should_end(top)
-        self.append(token)
+        self.append(token, law)
 
     def _branch_greedily(self, logits: Float32Array, token: int, count: int, cut_head: "CutHead | None") -> None:
         """Put the next best tokens beside the next one, ``token``; with a ``cut_head`` they are rows of it."""
@@ -209,9 +210,9 @@ class Draft:
         uniforms = [self.request.draws.branch(number + i).draft for i in range(count)]
         self.branches += [Branch(sibling, parent, law) for sibling in drawn_siblings(law, token, uniforms)]
 
-    def append(self, token: int) -> None:
-        """Append the token of a step, and look at what a grammar forces behind it."""
-        self.tokens.append(token)
+    def append(self, token: int, law: Law | None = None) -> None:
+        """Append the token of a step, drawn from ``law``, and look at what a grammar forces behind it."""
+        self._put(token, law)
         self._steps += 1
         grammar = self.request.sampler.grammar
         if grammar is not None and self._room:
@@ -220,8 +221,10 @@ class Draft:
 
     def proposal(self, drafter: str) -> Proposal:
         """What is to be tested, under the name of ``drafter`` in draft plans."""
-        if self.error is not None:
-            return Proposal([], None, "none", drafter, error=_named(self.error, drafter))
+        if isinstance(self.error, CheckFailedError):
+            _warn_of(drafter)
+        elif self.error is not None and not isinstance(self.error, InvalidRequestError):
+            return Proposal([], None, "none", drafter, error=self.error)
         if len(self.tokens) <= self._num_begun:
             return Proposal([], None, "none")
         self.place_waiting()
@@ -274,10 +277,7 @@ def run_drafts(
     cut_head: "CutHead | None" = None,  # ids below ``vocab_size`` of the LM head's rows; None where it has all
     is_kept: Callable[[Draft], bool] = lambda _: True,  # whether what is fed for a draft as it stands is committed
 ) -> None:
-    """Fill all drafts, one packed step of the model for each depth. Rows without an open draft sit a step out.
-
-    Where all that a step needs of the one before are its ids, steps follow each other on the device.
-    """
+    """Fill all drafts, one packed step of the model a depth, on the device alone where only ids are needed."""
     can_chain = runner.chains and cut_head is None and not runner.executor.reads_features
     num_rows = vocab_size if cut_head is None else len(cut_head.ids)
     while active := [draft for draft in drafts if draft.is_open]:
@@ -333,7 +333,7 @@ def _draw_on_device(
         try:
             if not draft.step_waiting():
                 draft.draw_row(rows[place], width)
-        except Exception as error:  # whatever it is, it concerns this request alone
+        except Exception as error:  # see ``_draw``
             draft.error = error
 
 
@@ -365,7 +365,7 @@ def _chain_draws(
         for depth, rows in enumerate(steps):
             try:
                 draft.draw_row(rows[i], width)
-            except Exception as error:  # whatever it is, it concerns this request alone
+            except Exception as error:  # see ``_draw``
                 draft.error = error
             if draft.error is not None or draft.tokens[-1] != rows[i].token_id:
                 runner.kv.commit(work[i][0], before[i] + depth)
@@ -415,12 +415,12 @@ def draft_at_once(
 
 
 def _draw(draft: Draft, logits: Float32Array, cut_head: "CutHead | None") -> None:
-    """Let a draft draw its next token; what goes wrong concerns its request alone."""
+    """Let a draft draw its next token. It ends where there is none: that is an error only if the text comes there."""
     try:
         if not draft.step_waiting():
             draft.draw(logits, cut_head)
     except Exception as error:  # whatever it is, it concerns this request alone
-        _fail(draft, error, has_less=cut_head is not None)
+        draft.error = error
 
 
 def _draw_corrected(draft: Draft, correction: "Correction", cut_head: "CutHead | None") -> None:
@@ -431,15 +431,7 @@ def _draw_corrected(draft: Draft, correction: "Correction", cut_head: "CutHead |
                 logits = correction.logits(draft.tokens)
                 confidence = correction.confidence(draft.tokens) if draft.may_exit else None
                 draft.draw(logits, cut_head, confidence)
-    except Exception as error:  # whatever it is, it concerns this request alone
-        _fail(draft, error, has_less=True)
-
-
-def _fail(draft: Draft, error: Exception, *, has_less: bool) -> None:
-    """A draft's token cannot be drawn; ``has_less``: the head cannot say all that the target can."""
-    if has_less and isinstance(error, InvalidRequestError):
-        draft.has_ended = True  # the request bans all that this head has; the target has more
-    else:
+    except Exception as error:  # see ``_draw``
         draft.error = error
 
 
@@ -491,14 +483,9 @@ def _plain_greedy(logits: Float32Array) -> int:
     return token
 
 
-def _named(error: Exception, drafter: str) -> Exception:
-    """``error``, with what drafted in its message if the model is to blame."""
-    if not isinstance(error, CheckFailedError):
-        return error
-    return CheckFailedError(
-        f"drafter {drafter}: {error.message}",
-        "run `specexport verify` on this bundle; plain decoding does without a draft.",
-    )
+@cache
+def _warn_of(drafter: str) -> None:
+    _log.warning("drafter %s: drafts end where its logits are no numbers. Fix: run `specexport verify`.", drafter)
 
 
 def _probability(logits: Float32Array, token: int) -> float:

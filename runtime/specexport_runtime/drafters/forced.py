@@ -2,6 +2,8 @@
 
 Where it leaves one way to go on, tokens are known without a guess: draft tokens like any other, tested against the
 masked distribution, in which each is the only one. So the law is exact, and a step is saved for each.
+
+What goes wrong in a grammar behind drafts ends these: it comes up again where the text comes there.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,36 +14,35 @@ from specexport_runtime.sampling.grammar import Grammar
 
 
 class BegunDrafts:
-    """The drafts of a round with grammars, of at most ``rooms`` tokens; a grammar's error is its request's alone."""
+    """The drafts of a round with grammars, of at most ``rooms`` tokens."""
 
     def __init__(self, requests: Sequence[Request], rooms: Sequence[int]) -> None:
         self._sequences = requests
-        self._errors: dict[int, Exception] = {}
         self.drafts: list[Begun] = []  # empty where no grammar forces anything, or the request does not draft
-        for i, (req, most) in enumerate(zip(requests, rooms, strict=True)):
+        for req, most in zip(requests, rooms, strict=True):
             room, grammar = min(most, req.max_lookahead), req.sampler.grammar
             tokens: list[int] = []
             if grammar is not None:
                 try:
                     tokens = grammar.forced(room)
-                except Exception as error:  # whatever it is
-                    self._errors[i] = error
+                except Exception:  # whatever it is
+                    room = 0
             self.drafts.append(Begun(tokens, room))
 
     @property
     def rooms(self) -> list[int]:
         """Most tokens that may be added to each."""
-        return [0 if i in self._errors else each.room - len(each.tokens) for i, each in enumerate(self.drafts)]
+        return [each.room - len(each.tokens) for each in self.drafts]
 
     def alone(self) -> list[Proposal]:
         """The drafts if no drafter adds anything."""
-        return [
-            Proposal([], None, "none", FORCED, error=self._errors[i]) if i in self._errors else _alone(each)
-            for i, each in enumerate(self.drafts)
-        ]
+        return [_alone(each) for each in self.drafts]
 
     def fit(self, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Drafts up to where the grammar of their request refuses them, or there is no more room."""
+        """Drafts up to where the grammar of their request refuses them, or there is no more room.
+
+        A refused token that was drawn stays, as the last one: it is tested, and the residual knows of it.
+        """
         return [self._guarded(i, proposal, _fit) for i, proposal in enumerate(proposals)]
 
     def extend(self, proposals: Sequence[Proposal]) -> list[Proposal]:
@@ -54,8 +55,8 @@ class BegunDrafts:
             return proposal
         try:
             return change(grammar, proposal, self.drafts[i].room)
-        except Exception as error:  # whatever it is
-            return Proposal([], None, "none", proposal.drafter, error=error)
+        except Exception:  # whatever it is
+            return proposal
 
 
 def begin_drafts(requests: Sequence[Request], rooms: Sequence[int]) -> BegunDrafts | None:
@@ -101,13 +102,15 @@ def _alone(begun: Begun) -> Proposal:
 
 
 def _fit(grammar: Grammar, proposal: Proposal, room: int) -> Proposal:
-    count = grammar.cut(proposal.tokens[:room])
+    count, drawn_from = grammar.cut(proposal.tokens[:room]), proposal.distributions
+    if count < room and drawn_from is not None and any(law is not None for law in drawn_from[count : count + 1]):
+        count += 1
     return proposal if count == len(proposal.tokens) else shorten(proposal, count, "text")
 
 
 def _extend(grammar: Grammar, proposal: Proposal, room: int) -> Proposal:
     count = len(proposal.tokens)
-    tokens = grammar.forced(room - count, proposal.tokens)
+    tokens = grammar.forced(room - count, proposal.tokens) if grammar.cut(proposal.tokens) == count else []
     if not tokens:
         return proposal
     drawn_from = proposal.distributions

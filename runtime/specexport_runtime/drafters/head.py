@@ -126,11 +126,7 @@ class HeadDrafter(OwnCacheDrafter):
         return any(stage.drafter == HEAD for stage in request.draft_plan)
 
     def note_features(self, request: Request, start: int, features: Float32Array) -> None:
-        """Keep features for the head's next step; see ``Drafter.note_features``.
-
-        The features kept so far are of committed tokens. If there are many, of a long prompt or after many rounds
-        without a draft, the head reads them now.
-        """
+        """Keep features of committed tokens for the head's next step; many are read now."""
         held = self._held.setdefault(request, Held())
         if held.count + len(features) > MAX_HELD and held.count:
             self._read_held(request, held)

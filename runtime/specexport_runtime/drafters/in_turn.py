@@ -38,10 +38,7 @@ if TYPE_CHECKING:
 
 
 def modules_work(tokens: Sequence[int], features: Float32Array) -> RowWork:
-    """A step over ``features`` [n, E], each with the token behind it, and the ``tokens`` that are known behind these.
-
-    It gives the logits of the module that guesses the token behind the last.
-    """
+    """A step over ``features`` [n, E] and the tokens behind them, for the logits of the module behind the last."""
     count, width = features.shape
     ahead = [AHEAD_ID - token for token in tokens[count:]]
     whole = np.concatenate([features, np.zeros((len(ahead), width), np.float32)]) if ahead else features
@@ -49,10 +46,7 @@ def modules_work(tokens: Sequence[int], features: Float32Array) -> RowWork:
 
 
 class ModulesDrafter(HeadDrafter):
-    """Draft tokens from MTP modules, at most one a module; SpecexportError if the engine is not of several.
-
-    Features stay with the drafter until all tokens that their entry knows are there.
-    """
+    """Draft from MTP modules, at most a token a module; features stay until their entry's tokens are known."""
 
     def __init__(self, runner: ModelRunner, **named: Any) -> None:
         super().__init__(runner, **named)

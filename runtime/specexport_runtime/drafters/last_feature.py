@@ -76,11 +76,7 @@ class LastFeatures:
         return len(self._last)
 
     def note(self, request: Request, start: int, features: Float32Array) -> None:
-        """Keep the feature of the last token that is known now, of the one before it, or of a draft token behind them.
-
-        ``features`` [t, E] are of the tokens that the target has just read, from position ``start`` on; they are
-        copied.
-        """
+        """Keep a copy of what may be the last token's feature, of ``features`` [t, E] of tokens from ``start`` on."""
         first = max(start, len(request.tokens) - 2)  # those of a tree come when it is known what stays of it
         if first < start + len(features):
             self._last[request] = _Last(first, features[first - start :].copy())
@@ -118,11 +114,7 @@ class LastFeatureDrafter(OwnCacheDrafter):
 
 
 class MedusaDrafter(LastFeatureDrafter):
-    """Draft tokens from Medusa heads over the target's last feature.
-
-    Their engine has no cache; the base class has all the same what else such drafters need. ``named``: see
-    ``OwnCacheDrafter``. SpecexportError: the runner's engine is not of Medusa heads.
-    """
+    """Draft from Medusa heads over the target's last feature; their engine has no cache."""
 
     traits = DrafterTraits(default_lookahead=DEFAULT_MEDUSA_LOOKAHEAD, can_exit=True, goes_on=True)
 
@@ -137,10 +129,7 @@ class MedusaDrafter(LastFeatureDrafter):
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each request, at most one a head; see ``Drafter.propose``.
-
-        Behind tokens that are there already come the guesses of the heads for the places behind them.
-        """
+        """Draft up to ``lookaheads[i]`` tokens, behind those that are there already, at most one a head."""
         drafts = open_drafts(requests, lookaheads, begun, most=self.num_heads, one_by_one=True)
         if opened := [draft for draft in drafts if draft.is_open]:
             work = [self._asked(draft) for draft in opened]
@@ -154,11 +143,7 @@ class MedusaDrafter(LastFeatureDrafter):
 
 
 class AssistantDrafter(LastFeatureDrafter):
-    """Draft tokens from an assistant over the target's last feature and the target's cache; it has no cache itself.
-
-    The rows of ``runner`` are the target's (``BorrowedKv``); SpecexportError if its engine is no assistant's.
-    ``named``: see ``OwnCacheDrafter``.
-    """
+    """Draft tokens from an assistant over the target's last feature and the target's cache (``BorrowedKv``)."""
 
     traits = DrafterTraits(default_lookahead=DEFAULT_ASSISTANT_LOOKAHEAD, can_exit=True, goes_on=True)
 
@@ -170,10 +155,7 @@ class AssistantDrafter(LastFeatureDrafter):
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each request; see ``Drafter.propose``.
-
-        A request whose prompt the target has not read to its end drafts nothing.
-        """
+        """Draft for each request whose prompt the target has read to its end; see ``Drafter.propose``."""
         drafts = open_drafts(requests, lookaheads, begun, one_by_one=True)
         run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._cut_head)
         return [draft.proposal(HEAD) for draft in drafts]

@@ -150,16 +150,16 @@ class LookupDrafter(Drafter):
       ``match_length`` tokens. The longest wins; among equals the most recent, so output before prompt before reference.
     - A copy that reaches the end of the text goes on into what it has just copied (as in LZ77), so periodic text
       drafts its full length. A copy from the reference ends where the reference ends; no match runs across that border.
-    - Copied tokens have no distribution: the proposal is one-hot, for sampled requests too.
+    - Copied tokens have no distribution, for sampled requests too: each stays if it is what the target draws.
     - A draft that may be a tree has other continuations as branches, where they leave the copy. How likely they are
       follows from how often matches foretold the next token.
 
     The gate keeps bad copies short, because in a large batch each rejected token costs compute. While fewer than half
     of the recent matches foretold their next token, a copy is no longer than its match. The gate looks at the text
-    alone: never at other requests, nor at drafts that were discarded, nor at where rounds began (``RandomStream`` says
-    why). With a reference, where copying is expected, it starts open. Adaptive requests do without the gate: how much
-    of a copy they test is chosen by what became of earlier copies. ``gate=False`` copies the full length after every
-    match, as in the paper. A ``match_length`` of less than 1 is an InvalidRequestError.
+    alone: never at other requests, nor at drafts that were discarded, nor at where rounds began. With a reference,
+    where copying is expected, it starts open. Adaptive requests do without the gate: how much of a copy they test is
+    chosen by what became of earlier copies. ``gate=False`` copies the full length after every match, as in the paper. A
+    ``match_length`` of less than 1 is an InvalidRequestError.
     """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_COPY_LENGTH, is_free=True, takes_reference=True, goes_on=True)

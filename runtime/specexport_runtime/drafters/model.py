@@ -33,11 +33,7 @@ class ModelDrafter(OwnCacheDrafter):
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each request; see ``Drafter.propose``.
-
-        The requests may be in any ascending rows. Rows between them, and requests that draft nothing (any more),
-        sit the step out.
-        """
+        """Draft for requests in any ascending rows; all others sit the step out. See ``Drafter.propose``."""
         # A new prompt's first token should not wait for the draft model to read the prompt.
         drafts = open_drafts(requests, lookaheads, begun)
         run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._cut_head)

@@ -97,10 +97,7 @@ class SelfDrafter(Drafter):
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each request; see ``Drafter.propose``.
-
-        A request whose prompt the target has not read yet drafts nothing, nor does one whose choice removes nothing.
-        """
+        """Draft for each request whose prompt was read, and of which a layer goes; see ``Drafter.propose``."""
         drafts = open_drafts(requests, lookaheads, begun)
         groups: dict[bytes, tuple[BoolArray, list[Draft]]] = {}
         for draft in drafts:
@@ -131,11 +128,7 @@ class SelfDrafter(Drafter):
         return planned and not request.num_generated and not request.layer_rules.is_blind
 
     def note_similarity(self, request: Request, similarity: Float32Array) -> None:
-        """Add a chunk of the prompt to what the choice is made from; see ``Drafter.note_similarity``.
-
-        Summed in float64, where sums of float32 cosines are exact for all that matters: how a prompt was cut into
-        chunks does not change the average.
-        """
+        """Add a chunk of the prompt to what the choice is made from, in float64: chunks change no average."""
         sums, count = self._sums.get(request, (np.zeros(len(similarity)), 0))
         added = similarity.sum(axis=1, dtype=np.float64)
         self._sums[request] = (sums + added, count + similarity.shape[1])
@@ -173,10 +166,7 @@ class SelfDrafter(Drafter):
 
     @contextmanager
     def _borrowed(self, mask: BoolArray, group: Sequence[Draft]) -> Iterator[None]:
-        """The target's engine and cache as a draft uses them; both are given back as they were.
-
-        What the engine spends meanwhile counts as this drafter's, not as the target's.
-        """
+        """The target's engine and cache as a draft uses them, given back as they were; costs are this drafter's."""
         executor, kv = self._executor, self.runner.kv
         before = executor.engine_seconds
         kv_lens = [(draft.request.row, kv.kv_len(draft.request.row)) for draft in group]

@@ -75,10 +75,7 @@ def runners_up(logits: Float32Array, token: int, count: int) -> list[tuple[int, 
 
 
 def combined(branches: Sequence[Branch], tokens: Sequence[int], room: int) -> tuple[Branch, ...]:
-    """The likeliest ``room`` ways beside a draft whose places know nothing of each other: any token may follow any.
-
-    ``branches`` are beside ``tokens``; the best by cumulative probability are kept, each with all before it.
-    """
+    """The likeliest ``room`` ways beside a draft whose places know nothing of each other, by cumulative probability."""
     ways: list[list[tuple[int, float]]] = [[(token, 1.0)] for token in tokens]
     for branch in branches:
         ways[branch.parent + 1].append((branch.token, branch.ratio or 0.0))
@@ -99,10 +96,7 @@ def combined(branches: Sequence[Branch], tokens: Sequence[int], room: int) -> tu
 
 
 def path_chances(branches: Sequence[Branch], depth: int) -> list[float]:
-    """How likely the model takes each path from the text to a leaf beside one of its ``depth`` tokens.
-
-    What is not among a token's siblings counts as nothing.
-    """
+    """How likely the model takes each path to a leaf beside one of ``depth`` tokens; only siblings count."""
     totals = [1.0] * depth
     for branch in branches:
         totals[branch.parent + 1] += branch.ratio or 0.0

@@ -36,7 +36,7 @@ class SuffixDrafter(Drafter):
       suffix, the draft is the path through what followed there that promises the most accepted tokens.
     - A request with a ``scope`` finds what earlier requests of the same scope were given, and the corpus. What it is
       given is kept in its turn, when it has finished. One without finds the corpus alone and leaves nothing behind.
-    - Drafts have no distribution: the proposal is one-hot, for sampled requests too, so acceptance stays exact.
+    - Drafts have no distribution, for sampled requests too: one draw of the target decides, whatever was kept of whom.
     - How long a draft may be follows from the length of the match, of ``match_length`` tokens at least. Of an adaptive
       request as much is tested as what became of earlier drafts promises.
     """

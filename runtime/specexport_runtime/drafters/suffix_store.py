@@ -125,11 +125,7 @@ class SuffixStore:
         self._forget()
 
     def find(self, scope: str | None, context: Sequence[int], *, least: int, most: int, width: int) -> Found | None:
-        """What followed the longest suffix of a context that occurs in what a scope may see; None if nothing matches.
-
-        A ``scope`` of None sees the corpus alone. ``least`` tokens must match, 2 or more; up to ``most`` continuations
-        have up to ``width`` tokens each.
-        """
+        """What followed the longest suffix, of ``least`` tokens, that a scope may see; the corpus alone for None."""
         shelf = None if scope is None else self._shelves.get(scope)
         segments = [*self._corpus, *(() if shelf is None else shelf.segments)]
         recent = context[: -DEPTH - 1 : -1]

@@ -175,10 +175,7 @@ class RowSampler(RowSource):
         library()
 
     def reserve(self, rows: int, steps: int) -> None:
-        """Take the memory for steps of so many ``rows``, and for as many ``steps`` of a chain whose rows are kept.
-
-        IncompatibleError if the GPU has not so much; more is taken when a step needs it.
-        """
+        """Take memory for so many ``rows``, and ``steps`` of a chain, or IncompatibleError; more comes if needed."""
         self._allocate(max(rows, LEAST_ROWS))
         self._lanes += [self._make_lane() for _ in range(max(steps, 1))]
         if steps:
@@ -427,20 +424,12 @@ class DeviceRow:
         order = ids[:count].argsort()
         return ids[order].astype(np.int64), values[order]
 
-    def surplus_ask(self, draft: "DeviceRow | None", token: int, weight: float) -> SurplusAsk:
-        """To ask for max(0, w q - p) at this row's uniform.
-
-        q is this row's softmax and p ``draft``'s, at the temperatures they were asked with; None: one-hot at ``token``.
-        """
-        rule, found = self.ask.rule, self.found
-        if draft is None:
-            other: tuple[float, int, float, float] = (1.0, 0, 0.0, 1.0)
-            at = self._address
-        else:
-            other = (draft.ask.rule.temperature, draft.ask.rule.width, draft.found.peak, draft.found.total)
-            at, token = draft.address, -1
+    def surplus_ask(self, draft: "DeviceRow", weight: float) -> SurplusAsk:
+        """To ask for max(0, w q - p) at this row's uniform, of the softmax of this row (q) and of ``draft``'s (p)."""
+        (rule, found), (other, of_other) = (self.ask.rule, self.found), (draft.ask.rule, draft.found)
         mine = (rule.temperature, rule.width, found.peak, found.total)
-        return SurplusAsk(*mine, *other, weight, token, self.ask.uniform, self.address, at)
+        theirs = (other.temperature, other.width, of_other.peak, of_other.total)
+        return SurplusAsk(*mine, *theirs, weight, -1, self.ask.uniform, self.address, draft.address)
 
     def surpluses(self, asks: Sequence[SurplusAsk]) -> list[tuple[float, int]]:
         """Sum and token of what was asked of rows of this row's step; waits."""

@@ -21,10 +21,7 @@ class BoundFeatures(NamedTuple):
 
 
 class EngineFeatures:
-    """What one engine has of features, checked against its manifest: IncompatibleError if they differ.
-
-    ``shapes`` has its inputs and outputs by name, ``size`` is E or 0; ``gated`` targets have ``want_features``.
-    """
+    """What one engine has of features, E a token or 0, checked against its manifest (IncompatibleError)."""
 
     def __init__(
         self, shapes: Mapping[str, Sequence[int | str | None]], size: int, where: object, *, gated: bool

@@ -88,10 +88,7 @@ class HostOutput:
 
 
 class GpuFeatures(EngineFeatures):
-    """The features of one engine on a GPU: a target's come to the host where they are wanted, a head's always.
-
-    They are computed in every step: no graph is recorded with a branch, and the cost is one matrix.
-    """
+    """An engine's features on a GPU, computed in every step; a target's come to the host where they are wanted."""
 
     def __init__(
         self,

@@ -474,10 +474,7 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
 
 
 def open_ort_cuda_executor(request: EngineRequest) -> OrtCudaExecutor:
-    """Open an engine on an NVIDIA GPU; its rounds are recorded as CUDA graphs unless that is switched off.
-
-    The first steps of rounds run at once, as :func:`warm_up` has it; errors as those of a step.
-    """
+    """Open an engine on an NVIDIA GPU, warm it up, and record rounds as CUDA graphs unless that is off."""
     path = request.folder / request.entry.engine.path
     executor = OrtCudaExecutor(
         path,

@@ -20,10 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """Numbers of graphs by the size of a step; where ``optional`` recording fails, steps run without.
-
-    Runs return before the device has done them, unless it ``waits``.
-    """
+    """Numbers of graphs by size of step; steps run without where recording is ``optional`` and fails."""
 
     def __init__(self, ort: Any, driver: GpuDriver, *, enabled: bool, optional: bool, waits: bool) -> None:
         self.sizes: dict[StepShape, int] = {}  # what is recorded, with the number of each

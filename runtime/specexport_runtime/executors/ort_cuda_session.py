@@ -20,6 +20,7 @@ from specexport_runtime.errors import (
 from specexport_runtime.executors.external_data import session_model
 from specexport_runtime.executors.gpu import OLDEST_DRIVER
 from specexport_runtime.executors.ort_cuda_package import CUDA, lacks_code, reinstall
+from specexport_runtime.executors.ort_session import sessions
 
 _WARNING, _FATAL = 2, 4  # severities of onnxruntime's log; it begins with the first
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
@@ -111,6 +112,7 @@ def open_session(ort: Any, path: Path, device_id: int, stream: int, cuda_graphs:
         session = ort.InferenceSession(model, options, providers=[(CUDA, provider), "CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
         raise _cannot_load(path, error) from error
+    sessions.add(session)
     if CUDA not in session.get_providers():
         raise IncompatibleError(f"{path}: ONNX Runtime fell back to the CPU.", "`specexport doctor` says why.")
     return session

@@ -5,7 +5,10 @@ while another computes. Once ONNX Runtime 1.31 has the shared pool, it refuses e
 Imports onnxruntime when it is used.
 """
 
+import ctypes
+import os
 import threading
+import weakref
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,13 +28,25 @@ from specexport_runtime.machine import available_cores
 
 _lock = threading.Lock()
 _shared: list[int] = []
+sessions: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""All that are open."""
+
+
+def _after_fork() -> None:
+    """A child must free no pool of threads: glibc waits for those that sleep, and they stayed in the parent."""
+    for session in sessions:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+    if _shared and hasattr(libc := ctypes.CDLL(None), "on_exit"):  # behind these two: the last comes first
+        libc.on_exit(libc._exit, None)
+        libc.__cxa_atexit(libc.fflush, None, None)
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def join_threads(num_threads: int | None, *, spin: bool, begin: bool) -> bool:
-    """Whether the sessions of an engine that is to be opened take the threads that this process shares.
-
-    ``num_threads`` None takes the cores available, or the shared threads; InvalidRequestError for another number.
-    """
+    """Whether a new engine's sessions take the threads that this process shares, as for ``num_threads`` None."""
     import onnxruntime
 
     with _lock:
@@ -73,6 +88,7 @@ def open_session(path: Path, num_threads: int, spin: bool) -> Any:
         session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
         raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
+    sessions.add(session)
     return session
 
 

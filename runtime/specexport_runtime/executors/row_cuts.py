@@ -27,7 +27,7 @@ def library() -> RowLibrary:
     size, at, number = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
     return RowLibrary(
         function("specexport_cut_rows", [size, size, *[at] * 8]),
-        function("specexport_cut_surplus", [size, at, at, size, at, at, size, number, number, at]),
+        function("specexport_cut_surplus", [size, at, at, size, at, at, number, number, at]),
         function("specexport_find_row", [at, size, *[at] * 7]),
         function("specexport_row_surplus", [at] * 5),
     )
@@ -67,12 +67,9 @@ class RowCuts:
 
 
 def cut_surplus(
-    target: tuple[int, int, int], draft: tuple[int, int, int] | None, token: int, weight: float, uniform: float
+    target: tuple[int, int, int], draft: tuple[int, int, int], weight: float, uniform: float
 ) -> tuple[float, int]:
-    """Sum of max(0, ``weight`` q - p), and the token at a uniform of it; rows as ``RowCuts.memory`` gives them.
-
-    Without a ``draft``, p is one-hot at ``token``.
-    """
+    """Sum of max(0, ``weight`` q - p), and the token at a uniform of it; rows as ``RowCuts.memory`` gives them."""
     out = (ctypes.c_double * 2)()
-    library().cut_surplus(*target, *(draft or (0, 0, 0)), token, weight, uniform, out)
+    library().cut_surplus(*target, *draft, weight, uniform, out)
     return out[0], int(out[1])

@@ -208,10 +208,7 @@ class TrtExecutor(GpuSteps):
         return step, step.buffers
 
     def capture(self, shapes: list[StepShape]) -> None:
-        """Record the steps of ``shapes`` that run in fixed profiles, the largest first.
-
-        Each runs once beforehand, behind what the rows hold. Steps that were not captured are when they first run.
-        """
+        """Record the steps of ``shapes`` that run in fixed profiles, the largest first; each runs once beforehand."""
         steps: dict[GraphKey, PlacedStep] = {}
         for shape in shapes:
             step = self._place(shape)
@@ -300,10 +297,7 @@ class TrtExecutor(GpuSteps):
         fill_step(plan, buffers, arrays, step.ends, self._last_position)
 
     def _run(self, step: PlacedStep, block: HostBlock, fed: Plan | None = None) -> None:
-        """Put one step on the stream: inputs, then the graph or the engine.
-
-        The tokens of ``fed`` get the ids that the step before gave.
-        """
+        """Put a step on the stream: inputs, ids that the step before gave for ``fed``, then the graph or engine."""
         parts, shape = self._parts, step.window.shape
         parts.driver.copy_in(parts.at.inputs, block.address, step.num_bytes)
         for first, slot, count in () if fed is None else fed.runs:

@@ -200,10 +200,7 @@ def load_parts(
     use_graphs: bool,
     load: EngineLoader = load_engine,
 ) -> TrtParts:
-    """Load an engine and allocate everything around it; takes over ``driver``.
-
-    IncompatibleError if it does not fit the GPU or its manifest, BundleError if the engine file cannot be read.
-    """
+    """Load an engine and allocate everything around it, or IncompatibleError; takes over ``driver``."""
     with ExitStack() as stack:
         stack.callback(driver.close)
         sizes = size_engine(entry, str(folder / file.path), num_rows)

@@ -42,10 +42,7 @@ class MemoryPlan(NamedTuple):
         return self.weights + self.kv_cache + self.activations + self.buffers
 
     def check(self, what: str, gpu: GpuInfo) -> None:
-        """Refuse a plan that does not fit, before anything is allocated.
-
-        The IncompatibleError names what is needed for what, and what is free.
-        """
+        """Refuse a plan that does not fit, before anything is allocated; the error says what is needed, and free."""
         if self.total <= gpu.free_bytes:
             return
         raise IncompatibleError(
@@ -108,10 +105,7 @@ def aside_bytes(caches: Sequence[CacheTensor]) -> int:
 
 
 class KvMemory:
-    """The KV arena: zeroed, because attention multiplies masked entries by 0, and 0 times NaN is NaN.
-
-    At ``aside`` is room for :func:`aside_bytes`.
-    """
+    """The KV arena, zeroed (0 times NaN is NaN), with room for :func:`aside_bytes` at ``aside``."""
 
     def __init__(
         self, driver: GpuDriver, caches: Sequence[CacheTensor], num_bytes: int, address: int, aside: int

@@ -13,10 +13,7 @@ RTX_SM = (75, 80, 86, 89, 120, 121)
 
 
 def open_trt_executor(request: EngineRequest) -> TrtExecutor:
-    """Load the engine for this machine's GPU, and record its decode and verify steps unless that is off.
-
-    IncompatibleError without a GPU or an engine for it; BundleError if the engine file cannot be read.
-    """
+    """Load the engine for this machine's GPU, and record its decode and verify steps unless that is off."""
     entry, folder = request.entry, request.folder
     use_graphs = request.cuda_graphs is None or request.cuda_graphs
     driver = cuda_driver.CudaDriver()

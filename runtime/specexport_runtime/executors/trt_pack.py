@@ -72,10 +72,7 @@ def place_step(shape: StepShape, profile: Profile, num_rows: int, *, packed: boo
 def plan_step(
     window: Window, counts: Sequence[int], logit_rows: Int64Array, names: Sequence[str], *, sees_ahead: bool = False
 ) -> Plan:
-    """Everything that follows from the new tokens of each row, and from the tokens that need logits, [R] of T.
-
-    ``names`` are the engine's inputs. With ``sees_ahead``, no token may see dummies behind its row.
-    """
+    """All that follows from each row's new tokens and the logits wanted, for the inputs ``names`` of an engine."""
     fill, shape, offset = window
     real = np.zeros(shape.num_seqs, np.int64)
     real[offset : offset + len(counts)] = counts

@@ -181,7 +181,7 @@ def _read_until(
             return left_out
         text = feed.text[feed.at :]
         if ends and not feed.ended:
-            text = text[: len(text) - beginnings.held_back(text)].rstrip()
+            text = text[: len(text) - beginnings.held_back(text, len(text))].rstrip()
         if text:
             yield kind(text)
             feed.at += len(text)

@@ -24,6 +24,7 @@ from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.request import Request
 from specexport_runtime.requests.results import Prompt
 from specexport_runtime.requests.text import TextStream
+from specexport_runtime.requests.token_bytes import ids_of
 from specexport_runtime.sampling.block import DEFAULT_RULE
 from specexport_runtime.sampling.params import SamplingParams
 
@@ -48,7 +49,7 @@ class RequestBuilder:
         """Token ids of a prompt; ``InvalidRequestError`` if it is empty, no text, too long, or has ids out of range."""
         if isinstance(prompt, str):  # an empty one is a BOS token, if texts begin with one
             check_text(prompt, "the prompt")
-            ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
+            ids = ids_of(self.tokenizer, prompt, add_special_tokens=add_special_tokens)
         else:
             ids = _plain(prompt)
         check_token_ids(ids, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
@@ -60,8 +61,7 @@ class RequestBuilder:
             return []
         if isinstance(reference, str):
             check_text(reference, "the reference")
-            ids: list[int] = self.tokenizer.encode(reference, add_special_tokens=False).ids
-            return ids
+            return ids_of(self.tokenizer, reference, add_special_tokens=False)
         ids = _plain(reference)
         check_token_range(ids, vocab_size=self.vocab_size, what="the reference")
         return ids
@@ -104,8 +104,6 @@ class RequestBuilder:
             silent = (self.special_tokens if hidden is None else hidden) if params.skip_special_tokens else ()
             follows_text = any(token not in silent for token in ids)
             grammar = self.grammars.compile(params.structured_outputs, follows_text=follows_text)
-            if not self.grammars.spell_all:  # a draft that nothing can follow would end the matcher
-                plan = DraftPlan()
         return Request(
             index,
             ids,
@@ -115,7 +113,7 @@ class RequestBuilder:
             eos_token_ids=self.eos_token_ids,
             text=TextStream(self.tokenizer, params, hidden, ids),
             stream=stream,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            seed=secrets.randbits(63) if params.seed is None or self.abilities.is_shared(plan) else params.seed,
             draft_plan=plan.stages,
             reference=self.encode_reference(reference),
             adaptive=plan.adaptive,

@@ -3,11 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.intake.chat_forms import write_whole
+from specexport_runtime.intake.chat_forms import Form, find_form, write_whole
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 MAX_TEMPLATE_ARGUMENTS = 16
 MAX_TEMPLATE_CHARS = 4096
 """Most variables of a template that a caller may give, and their size as JSON."""
+ANY_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "other_function", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+"""A function with which templates are tried."""
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of what was thought; templates read the first two."""
@@ -30,10 +35,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,  # functions that may be called, as OpenAI writes them
     template_arguments: Mapping[str, Any] | None = None,  # more variables, ``{"enable_thinking": False}`` say
 ) -> str:
-    """Render messages with a chat template, as they are given; the prompt has its beginning-of-sequence token.
-
-    InvalidRequestError for messages that are malformed or refused, or a wrong template or variable.
-    """
+    """Render messages with a chat template, as they are given; InvalidRequestError if it refuses or is wrong."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     checked = _check_messages(messages)
@@ -63,15 +65,24 @@ def render_whole(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render messages as :func:`render_chat` does, in a form of them in which the template leaves nothing out.
-
-    ``UnwrittenError`` if there is no such form.
-    """
+    """Render messages in a form in which the template leaves nothing out; ``UnwrittenError`` if there is none."""
 
     def write(messages: Sequence[Mapping[str, Any]], header: bool) -> str:
         return render_chat(template, messages, special_tokens, header, tools, template_arguments)
 
-    return write_whole(_check_messages(messages), write)
+    check_template_arguments(template, template_arguments or {}, special_tokens)
+    variables = json.dumps([dict(special_tokens), bool(tools), dict(template_arguments or {})])
+    return write_whole(_check_messages(messages), write, partial(_form_of, template, variables))
+
+
+@lru_cache(maxsize=256)
+def _form_of(template: str, variables: str, kinds: tuple[str, ...]) -> Form:
+    """The form for messages of some kinds; ``variables``: special tokens, whether there are tools, arguments."""
+    special_tokens, has_tools, arguments = json.loads(variables)
+    tools = [ANY_TOOL] if has_tools else None
+    return find_form(
+        kinds, lambda messages, header: render_chat(template, messages, special_tokens, header, tools, arguments)
+    )
 
 
 @lru_cache(maxsize=8)

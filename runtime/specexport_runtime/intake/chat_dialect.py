@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.answer_reader import AnswerParts, AnswerSyntax, ThinkingMarks, read_parts
-from specexport_runtime.intake.chat import render_chat, render_whole, template_variables
+from specexport_runtime.intake.chat import ANY_TOOL, render_chat, render_whole, template_variables
 from specexport_runtime.intake.chat_forms import joined
 from specexport_runtime.intake.functions import CallGrammar, Function, FunctionError, ToolChoice, read_functions
 from specexport_runtime.intake.tool_formats.base import Style, ToolFormat
@@ -71,7 +71,6 @@ class ChatDialect:
     @cached_property
     def _probe(self) -> str:
         """What the template writes of a conversation with a call, from there on; empty if it refuses it."""
-        tool = {"name": "other_function", "description": "", "parameters": {"type": "object", "properties": {}}}
         called = {"name": _FUNCTION, "arguments": {_KEY: 1}}
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": "ask"},
@@ -84,7 +83,7 @@ class ChatDialect:
                 messages,
                 self._special_tokens,
                 add_generation_prompt=False,
-                tools=[{"type": "function", "function": tool}],
+                tools=[ANY_TOOL],
             )
         except InvalidRequestError:
             return ""

@@ -7,13 +7,19 @@ every word is in the text, the messages are handed over in that form.
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specexport_runtime.errors import InvalidRequestError
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts that are text, and where they have it."""
+
+_WORD = re.compile("qzxqw([a-j]+)wqxzq")
+_ID = "abcdefghi"  # nine letters: the form on which some templates insist
+_MOST_KINDS = 64  # messages of a short conversation; what does not fit is only looked at in the whole one
+_MOST_BEGINNINGS = 16  # renders of what was said up to a text that is left out
 
 Message = dict[str, Any]
 Write = Callable[[Sequence[Message], bool], str]
@@ -27,7 +33,7 @@ class UnwrittenError(InvalidRequestError):
         self.param = param
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """How messages are handed over."""
 
     parts: frozenset[str] = frozenset()  # roles whose content is a list of parts
@@ -61,35 +67,81 @@ class _Form(NamedTuple):
             yield message | {"content": "".join(texts)}
 
 
-def write_whole(messages: Sequence[Message], write: Write) -> str:
-    """The text of a conversation, in the first form in which nothing of it is left out; else ``UnwrittenError``."""
+def write_whole(messages: Sequence[Message], write: Write, choose: Callable[[tuple[str, ...]], Form]) -> str:
+    """A conversation in the form that ``choose`` (:func:`find_form`) gives; ``UnwrittenError`` if it loses text."""
+    form = choose(tuple(_short(map(_kind, messages))))
     words = _Words()
     shape = [words.shape(i, message) for i, message in enumerate(messages)]
-    best: list[int] | None = None
-    nones: int | None = None
-    found = False
+    try:
+        lost = _lost(words, shape, write(form.apply(shape), True), form, write)
+    except InvalidRequestError:
+        text, at = write(form.apply(messages), True), 0  # what the template has against them, if it has
+        for i, message in enumerate(messages):
+            for said in map(str.strip, _texts(message.get("content")) or ()):
+                at = text.find(said, at)
+                if at < 0:
+                    raise _unwritten((i, "content"), messages) from None
+        return text
+    if lost:
+        raise _unwritten(words.places[lost[0]], messages)
+    return write(form.apply(messages), True)
+
+
+def find_form(kinds: Sequence[str], write: Write) -> Form:
+    """The first form in which a template leaves nothing out of messages of these kinds; else that with the least."""
+    messages = [json.loads(kind) for kind in kinds]
+    words = _Words()
+    shape = [words.shape(i, message) for i, message in enumerate(messages)]
+    best, fewest, nones = Form(), len(words.places) + 1, None
     for form in _forms(messages):
         try:
             text = write(form.apply(shape), True)
         except InvalidRequestError:
             continue
-        found = found or bool(text)
         nones = text.count("None") if nones is None else nones
         if (form.parts and words.is_quoted(text)) or text.count("None") > nones:  # a list or a null as Python writes it
             continue
-        lost = [at for at in words.lost(text) if not _left_out_later(words, shape, at, form, write)]
+        lost = _lost(words, shape, text, form, write)
+        if len(lost) < fewest:
+            best, fewest = form, len(lost)
         if not lost:
-            return write(form.apply(messages), True)
-        best = lost if best is None or len(lost) < len(best) else best
-    if best is not None:
-        if not found:  # an empty prompt: the caller refuses it
-            return ""
-        raise _unwritten(words.places[best[0]], messages)
-    text = write(_Form().apply(messages), True)  # what the template has against them, if it has
-    for i, message in enumerate(messages):
-        if any(each.strip() not in text for each in _texts(message.get("content")) or ()):
-            raise _unwritten((i, "content"), messages)
-    return text
+            break
+    return best
+
+
+def _kind(message: Message) -> str:
+    """What of a message may matter to a template besides what it says: a short message of its kind, as JSON."""
+    return json.dumps({key: _outline(key, value) for key, value in message.items()}, default=str)
+
+
+def _outline(key: str, value: Any) -> Any:
+    if isinstance(value, str):
+        own = {"role": value, "type": value, "id": _ID, "tool_call_id": _ID}
+        return own.get(key, "said" if value.strip() else value[:1])
+    if isinstance(value, Mapping):
+        return {} if key == "arguments" else {name: _outline(name, each) for name, each in value.items()}
+    return [_outline(key, each) for each in value[:2]] if isinstance(value, list) else value
+
+
+def _short(kinds: Iterable[str]) -> list[str]:
+    """A conversation without what comes again in it: it ends alike, and all steps from a kind to the next are there."""
+    kept: list[str] = []
+    before: list[int | None] = []  # where the step to each was last
+    places: dict[tuple[str | None, str], int | None] = {}
+    newest = 0  # the last step that had not been there
+    for kind in kinds:
+        step = kept[-1] if kept else None, kind
+        place = places.get(step)
+        if place is not None and newest <= place:
+            while len(kept) > place + 1:
+                last = kept.pop()
+                places[kept[-1], last] = before.pop()
+            continue
+        newest = newest if place is not None else len(kept)
+        places[step] = len(kept)
+        kept.append(kind)
+        before.append(place)
+    return kept[:_MOST_KINDS]
 
 
 def joined(message: Mapping[str, Any]) -> Message:
@@ -98,7 +150,7 @@ def joined(message: Mapping[str, Any]) -> Message:
     return dict(message) if texts is None else {**message, "content": "".join(texts)}
 
 
-def _forms(messages: Sequence[Message]) -> Iterator[_Form]:
+def _forms(messages: Sequence[Message]) -> Iterator[Form]:
     """Ways to hand messages over, the usual one first."""
     roles = list(dict.fromkeys(str(message["role"]) for message in messages))
     whole = frozenset(roles)
@@ -109,9 +161,9 @@ def _forms(messages: Sequence[Message]) -> Iterator[_Form]:
     for split, written, null in itertools.product(nulls, nulls, nulls):
         usual = not (split or written or null)  # the others are for calls: fewer of them bound what a refusal costs
         for parts, system in itertools.product([frozenset[str](), whole, *(some if usual else ())], systems):
-            yield _Form(parts, False, system, null, split, written)
+            yield Form(parts, False, system, null, split, written)
             if lists and parts:
-                yield _Form(parts, True, system, null, split, written)
+                yield Form(parts, True, system, null, split, written)
 
 
 class _Words:
@@ -134,8 +186,8 @@ class _Words:
 
     def lost(self, text: str) -> list[int]:
         """Numbers of the words that are not in a text."""
-        text = text.casefold()
-        return [i for i in range(len(self.places)) if _word(i) not in text]
+        found = {f"qzxqw{number}wqxzq" for number in _WORD.findall(text.casefold())}
+        return [i for i in range(len(self.places)) if _word(i) not in found]
 
     def is_quoted(self, text: str) -> bool:
         """Whether a list of parts is in a text as Python or JSON writes it."""
@@ -168,15 +220,29 @@ def _word(number: int) -> str:
     return "qzxqw" + "".join(chr(ord("a") + int(digit)) for digit in str(number)) + "wqxzq"
 
 
-def _left_out_later(words: _Words, shape: Sequence[Message], at: int, form: _Form, write: Write) -> bool:
-    """Whether a text beside calls is written until more is said: then it is left out as thoughts are."""
-    index, part = words.places[at]
-    if part != "content" or not shape[index].get("tool_calls"):
-        return False
-    try:
-        return at not in words.lost(write(form.apply(shape[: index + 1]), False))
-    except InvalidRequestError:
-        return False
+def _lost(words: _Words, shape: Sequence[Message], text: str, form: Form, write: Write) -> list[int]:
+    """Numbers of words that are left out of a text for good.
+
+    A text beside calls may be written until more is said: then it is left out as thoughts are. Of each kind of message
+    the first and the last such one tell of all.
+    """
+    lost = words.lost(text)
+    never = [at for at in lost if words.places[at][1] != "content" or not shape[words.places[at][0]].get("tool_calls")]
+    if never:
+        return never
+    kinds: dict[str, list[int]] = {}
+    for at in lost:
+        index = words.places[at][0]
+        kinds.setdefault(_kind(shape[index]), []).append(index)
+    for count, index in enumerate(dict.fromkeys(each for found in kinds.values() for each in (found[0], found[-1]))):
+        try:
+            told = "" if count == _MOST_BEGINNINGS else write(form.apply(shape[: index + 1]), False)
+        except InvalidRequestError:
+            told = ""
+        missing = set(words.lost(told))
+        if never := [at for at in lost if at in missing and words.places[at][0] == index]:
+            return never
+    return []
 
 
 def _texts(content: Any) -> list[str] | None:

@@ -24,6 +24,8 @@ Lookahead = int | Literal["auto"]
 """Draft tokens a round, or ``"auto"``: chosen in every round for the most expected tokens per second."""
 
 
+_COPIES = frozenset(name for name, kind in KINDS.items() if kind.traits.is_free)
+
 TreeSize = int | Literal["auto"]
 """Most draft tokens tested in a round, branches included; 0: chains; ``"auto"``: as many as pay."""
 MOST_NODES = 63
@@ -99,6 +101,11 @@ class Abilities(NamedTuple):
         first = next(iter(self.drafters))
         return None if first in self.obstacles else first
 
+    def is_shared(self, plan: "DraftPlan") -> bool:
+        """Whether what other requests taught or left decides how text is drawn; not so with copies alone."""
+        names = {stage.drafter for stage in plan.stages}
+        return (plan.adaptive or any(self.drafters[name].remembers for name in names)) and not names <= _COPIES
+
 
 class DraftPlan(NamedTuple):
     """How to draft for one request."""
@@ -138,7 +145,7 @@ def resolve_draft_plan(
     """The ways to draft for one request; ``InvalidRequestError`` if its options contradict each other or the abilities.
 
     What ``auto`` drafts depends on other requests, and with it the sampled text of a seed: a request that
-    ``is_repeatable`` has to ask for it.
+    ``is_repeatable`` has to ask for it, whatever the engine's default is.
     """
     check_names(options)
     plan = _resolve_stages(options, abilities, defaults, is_repeatable=is_repeatable)
@@ -205,7 +212,11 @@ def _resolve_stages(
     if drafter in (None, "none"):
         return DraftPlan()
     names = stage_names(drafter, abilities)
-    if drafter == "auto" and requested is None and abilities.weighed.issuperset(names):
+    if is_repeatable and options.get("drafter") is None and options.get("num_speculative_tokens") != "auto":
+        requested = None if requested == "auto" else requested
+        if not _COPIES.issuperset(names):
+            names = tuple(name for name in names if not abilities.drafters[name].remembers)
+    elif drafter == "auto" and requested is None and abilities.weighed.issuperset(names):
         requested = "auto"
     if requested == "auto":
         _check_weighed(names, abilities)

@@ -47,10 +47,7 @@ class Function:
 
 
 def read_functions(tools: Sequence[Mapping[str, Any]]) -> tuple[Function, ...]:
-    """The functions of ``tools``, as OpenAI writes them, checked.
-
-    A malformed one, two of one name, and too many or too large ones are a ``FunctionError``.
-    """
+    """The functions of ``tools``, as OpenAI writes them; FunctionError for wrong, equal, many or large ones."""
     if len(tools) > MAX_FUNCTIONS:
         raise FunctionError("tools", f"{len(tools)} functions.", f"give at most {MAX_FUNCTIONS}.")
     functions: list[Function] = []
@@ -72,11 +69,11 @@ def read_functions(tools: Sequence[Mapping[str, Any]]) -> tuple[Function, ...]:
         size = len(json.dumps([dict(tool) for tool in tools]))
     except (TypeError, ValueError, RecursionError) as error:
         raise FunctionError("tools", f"they are no JSON: {error}.", "give JSON.") from None
+    if size > MAX_GRAMMAR_CHARS:
+        raise FunctionError("tools", f"they have {size} characters.", f"give at most {MAX_GRAMMAR_CHARS}.")
     for i, each in enumerate(functions):
         if (fault := fault_of(each.parameters)) is not None:
             raise FunctionError(f"tools[{i}].function.parameters", f"{fault}.", "change it.")
-    if size > MAX_GRAMMAR_CHARS:
-        raise FunctionError("tools", f"they have {size} characters.", f"give at most {MAX_GRAMMAR_CHARS}.")
     return tuple(functions)
 
 
@@ -110,7 +107,8 @@ class CallGrammar:
         schemas = [_ANY_OBJECT if is_free and not each.strict else each.schema for each in functions]
         several = choice.parallel and choice.name is None
         names = [function.name for function in functions]
-        rules = "".join(f"arguments_{i}: {self._json(schema)}\n" for i, schema in enumerate(schemas))
+        apart = {"item_separator": self.style.item, "key_separator": self.style.key}
+        rules = "".join(f"arguments_{i}: {_json_rule(schema, **apart)}\n" for i, schema in enumerate(schemas))
         if is_free:
             return self._free(names, several=several) + rules
         opener = self.mark(self.format.openers[0]) if self.format.openers and not self.format.starts else ""
@@ -119,7 +117,7 @@ class CallGrammar:
         if answer is None:
             return f"start: calls\n{calls}{rules}"
         # Beside a call, the answer is compact, as it is without functions.
-        return f"start: calls | answer\nanswer: {_compact(answer)}\n{calls}{rules}"
+        return f"start: calls | answer\nanswer: {_json_rule(answer)}\n{calls}{rules}"
 
     def mark(self, text: str) -> str:
         """A marker in Lark: its token if it has one, otherwise its text."""
@@ -155,13 +153,6 @@ class CallGrammar:
         return f"start: calls | TEXT{tagged}\nTEXT: {_ANY_TEXT} & ~/({heads})(.|\\n)*/{without}\n" + self.format.rules(
             names, self.style, self.mark, opener="", several=several
         )
-
-    def _json(self, schema: Mapping[str, Any]) -> str:
-        return _json_rule(schema, item_separator=self.style.item, key_separator=self.style.key)
-
-
-def _compact(schema: Mapping[str, Any]) -> str:
-    return _json_rule(schema)
 
 
 def _json_rule(schema: Mapping[str, Any], **separators: str) -> str:

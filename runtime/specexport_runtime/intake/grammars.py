@@ -5,11 +5,13 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, pip_install
 from specexport_runtime.intake.plain_tokens import PlainTokens
-from specexport_runtime.sampling.grammar import Grammar
+from specexport_runtime.intake.trial import Trial, on_deep_stack
+from specexport_runtime.sampling.grammar import Grammar, reason_of
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import GrammarAfterThinking
 
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 _FEW = 64  # of a longer range, some end no text
 _PART = re.compile(
     r"%json\s*(?P<schema>\{)"
-    r'|(?P<text>"(?:[^"\\]|\\.)*")'
-    r"|/(?:[^/\\\n]|\\.)+/"
+    r'|(?P<text>"(?:[^"\\]|\\.)*"?)'  # what has no end goes on as far as it can: it is read once
+    r"|/(?:[^/\\\n]|\\.)+/?"
     r"|(?://|#)[^\n]*"
     r"|<(?P<token>[^<>\s]+)>"
 )
@@ -33,7 +35,7 @@ _LIMITS = {
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
     "max_lexer_states": 250_000,
-    "max_grammar_size": 500_000,
+    "max_grammar_size": 50_000,
 }
 """What a grammar may cost: its size, the states of its lexer, and the work of one token. What needs more is refused."""
 
@@ -115,15 +117,22 @@ class GrammarCompiler:
     def __init__(self, tokenizer: "Tokenizer", vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos = tuple(token for token in eos_token_ids if token < vocab_size)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held for moments only
+        self._reading = threading.Lock()  # of the vocabulary, which is read once
         self._known: Any = None
         self._plain: PlainTokens
-        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._trial = Trial(self._vocabulary)
+        self._compiled: OrderedDict[tuple[str, str], Future[Any]] = OrderedDict()
 
-    @property
-    def spell_all(self) -> bool:
-        """Whether the vocabulary has tokens for any text; to be asked when a grammar was compiled."""
-        return self._plain.is_complete
+    def has(self, form: StructuredOutputs) -> bool:
+        """Whether a form is compiled."""
+        with self._lock:
+            found = self._compiled.get((form.kind, form.text))
+        return found is not None and found.done()
+
+    def close(self) -> None:
+        """End the process in which forms are tried; another starts when it is wanted."""
+        self._trial.close()
 
     def compile(self, form: StructuredOutputs, *, follows_text: bool = True) -> Grammar:
         """The grammar of a text that has yet to begin; ``InvalidRequestError`` if the form is unknown or too large."""
@@ -132,16 +141,8 @@ class GrammarCompiler:
                 "structured_outputs: this model has no end-of-sequence token, so that no text would end.",
                 "leave it out.",
             )
-        with self._lock:
-            key = (form.kind, form.text)
-            matcher = self._compiled.get(key)
-            if matcher is None:
-                matcher = self._compiled[key] = self._compile(form)
-                if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(key)
-            own = matcher.deep_copy()
-            first = None if follows_text else self._plain.first
+        own = self._matcher(form)
+        first = None if follows_text else self._plain.first
         if form.thinking is None:
             grammar = Grammar(own, self._vocab_size, self._eos, first)
             allowed = None if first is None else grammar.allowed(())
@@ -154,6 +155,28 @@ class GrammarCompiler:
             return grammar
         return GrammarAfterThinking(own, self._vocab_size, self._eos, form.thinking)
 
+    def _matcher(self, form: StructuredOutputs) -> Any:
+        """A matcher of one's own; a form is compiled by the first who asks, others wait for that form alone."""
+        key = (form.kind, form.text)
+        with self._lock:
+            found = self._compiled.get(key)
+            if is_new := found is None:
+                found = self._compiled[key] = Future()
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(key)
+        if is_new:
+            try:
+                found.set_result(self._compile(form))
+            except BaseException as error:
+                with self._lock:
+                    if self._compiled.get(key) is found:
+                        del self._compiled[key]
+                found.set_exception(error)
+        matcher = found.result()
+        with self._lock:
+            return matcher.deep_copy()
+
     def _compile(self, form: StructuredOutputs) -> Any:
         try:
             from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -162,32 +185,44 @@ class GrammarCompiler:
                 "structured outputs need llguidance, which is not installed.",
                 pip_install("structured"),
             ) from None
-        if self._known is None:
-            self._plain = PlainTokens(self._tokenizer, self._vocab_size, self._eos)
-            wrapper = TokenizerWrapper(self._plain)
-            self._known = LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=list(self._eos))
+        with self._reading:
+            if self._known is None:
+                self._plain = PlainTokens(self._tokenizer, self._vocab_size, self._eos)
+                wrapper = TokenizerWrapper(self._plain)
+                self._known = LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=list(self._eos))
         try:
             text = _grammar_text(LLMatcher, form)
         except ValueError as error:
             raise _refused(form, str(error)) from None
         if form.kind == "grammar":
             self._check_ends(form.text)
+        if (fault := self._trial.fault_of(text)) is not None:
+            raise _refused(form, fault)
         limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
-        has_failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._known, limits=limits)
-        if has_failed or messages:  # a warning is of something that would not be honoured
-            raise _refused(form, messages[0])
-        matcher = LLMatcher(self._known, text, limits=limits, log_level=0)
-        if matcher.is_error():
-            raise _refused(form, matcher.get_error())
+
+        def compile_it() -> tuple[Any, bool]:
+            has_failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._known, limits=limits)
+            if has_failed or messages:  # a warning is of something that would not be honoured
+                raise _refused(form, messages[0])
+            matcher = LLMatcher(self._known, text, limits=limits, log_level=0)
+            if matcher.is_error():
+                raise _refused(form, matcher.get_error())
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            return matcher, not first.is_error()
+
+        matcher, begins = on_deep_stack(compile_it)
         self._check_spelling(form)
-        first = matcher.deep_copy()
-        first.compute_bitmask()
-        if first.is_error():
+        if not begins:
             raise InvalidRequestError(
                 f"structured_outputs.{form.kind}: this model has no tokens for how such a text begins.",
                 "change it, or leave it out.",
             )
         return matcher
+
+    def _vocabulary(self) -> dict[str, Any]:
+        named = {token: self._plain.tokens[token].decode("latin-1") for token in self._plain.special_token_ids}
+        return {"size": self._vocab_size, "ends": self._eos, "named": named, "limits": _LIMITS}
 
     def _check_ends(self, lark: str) -> None:
         """A token that ends the text is no part of it."""
@@ -228,5 +263,4 @@ def _grammar_text(matcher: Any, form: StructuredOutputs) -> str:
 
 
 def _refused(form: StructuredOutputs, message: str) -> InvalidRequestError:
-    first = " ".join(message.split())[:300].rstrip(".")
-    return InvalidRequestError(f"structured_outputs.{form.kind}: {first}.", "change it, or leave it out.")
+    return InvalidRequestError(f"structured_outputs.{form.kind}: {reason_of(message)}.", "change it, or leave it out.")

@@ -25,12 +25,7 @@ _KEYS = ("method", "num_speculative_tokens", *sorted(key for kind in KINDS.value
 
 
 def parse_speculative_config(config: Mapping[str, Any], *, sources: Mapping[str, str], built: int) -> DraftDefaults:
-    """How an engine drafts, from vLLM's speculative-config keys, all optional.
-
-    ``method`` may also be ``"self"``, ``"chained"`` or ``"none"``; any of vLLM's names for draft heads means the
-    bundle's own. ``model`` must be the bundle's, ``num_speculative_tokens`` at most ``built`` or ``"auto"``.
-    InvalidRequestError for what the bundle cannot honour.
-    """
+    """How an engine drafts, from vLLM's speculative-config keys; all are optional."""
     _check_keys(config)
     given = config.get("num_speculative_tokens")
     usual = next((METHODS[name] for name in METHODS if name in sources), next(iter(_DRAFTERS)))

@@ -9,10 +9,9 @@ with a_ij the chance that the j-th draft token passes if those before it did (``
 bundle's sizes, mended by what rounds took (``costs``). K_i = 0 for all is plain decoding, for which no drafter is
 called. What is allowed is decided by the ``rules``, one after the other.
 
-Choices may depend on tests that were performed (how many draft tokens passed, and whether one failed), on lengths, and
-on numbers that are fixed while sampled requests have their length chosen. Never on draft tokens that were discarded,
-or on times that were measured since the first of those requests began (``RandomStream`` says why). So the sampled text
-of a seed may depend on who shares the batch or came before; its distribution does not, and greedy text never changes.
+Choices may depend on all that was before a round, because no random number serves two rounds (``RoundDraws``), or two
+adaptive requests: these have others than their seed's (``intake``). So sampled text may depend on who shares the batch
+or came before; its distribution does not, and greedy text never changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -160,10 +159,7 @@ class Controller:
         return (trees.MOST_BESIDE,) if worth or self._round.number % trees.LOOKED_EVERY == 0 else ()
 
     def branched(self, requests: "Sequence[Request]", proposals: Sequence[Proposal]) -> list[Proposal]:
-        """The drafts of a round with the branches that are worth their tests; all that were drawn stay.
-
-        Of requests that are not adaptive all stay.
-        """
+        """Drafts with the branches worth their tests; all that were drawn stay, and all of requests not adaptive."""
         now, found, best = self._round, list[trees.Candidate](), list(proposals)
         drafted, expected = 0, float(now.load.num_ready)
         for i, (req, proposal) in enumerate(zip(requests, proposals, strict=True)):
@@ -211,7 +207,7 @@ class Controller:
             Allowed(limit, "goodput" if req.adaptive else "fixed") for req, limit in zip(requests, limits, strict=True)
         ]
         for i, (req, proposal) in enumerate(zip(requests, proposals, strict=True)):
-            if not req.adaptive:
+            if not req.adaptive or proposal.distributions is not None:  # what was drawn is tested, all of it
                 now.drafted += proposal.num_own
             elif proposal.num_own:
                 asks.append(self._ask(i, drafter, req, proposal.num_own, proposal.match_length))
@@ -259,7 +255,7 @@ class Controller:
         elif reading >= _MUCH * promised:
             now.readings[drafter] = reading, self._learned.draft_ratio(drafter, rows) * promised, seconds
 
-    def took(self, requests: "Sequence[Request]", drafted: int, seconds: float) -> None:
+    def took(self, drafted: int, seconds: float) -> None:
         """A round is over, and all its drafts were observed; verification of ``drafted`` draft tokens took so long."""
         now, rows = self._round, self._round.load.num_rows
         watched = self._is_watching or now.draft_seconds or now.readings
@@ -269,10 +265,7 @@ class Controller:
             for name, (reading, steps, all_of_it) in now.readings.items():
                 now.draft_seconds[reading_of(name)] = reading, max(all_of_it - level * steps, 0.0)
             self._learned.observe(taken)
-        # Random numbers that are still to be used must not meet times: nothing changes while a sampled request has
-        # its lengths chosen.
-        if all(req.sampler.is_greedy for req in requests if req.adaptive):
-            self._learned.adopt()
+        self._learned.adopt()
 
     def observe(self, request: "Request", proposal: Proposal, before: int, accepted: int, *, rejected: bool) -> None:
         """How many of its tests the chain of an adaptive request's draft passed, and whether one failed.

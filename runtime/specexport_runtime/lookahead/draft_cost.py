@@ -13,7 +13,7 @@ _USUAL_BACKLOG = 2  # tokens that a drafter always has to read
 
 
 class DraftCost:
-    """Seconds of a drafter's steps. They must be fixed when the engine is loaded (``RandomStream`` says why)."""
+    """Seconds of a drafter's steps, fixed when the engine is loaded."""
 
     def seconds(self, requests: "Sequence[Request]", num_rows: int, kv_entries: float) -> float:
         """Seconds of one draft step in ``num_rows`` rows of those that may draft, which see so many cache entries."""

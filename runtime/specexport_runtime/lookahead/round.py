@@ -57,10 +57,7 @@ class Round:
         return self.curves.target.seconds(step.num_tokens + drafted, step.num_rows, step.kv_entries)
 
     def verify(self, most: int, load: StepLoad | None = None) -> list[float]:
-        """Seconds of decoding with 0, 1, … ``most`` draft tokens more than there are; in ``load`` none are.
-
-        Prompts of the step are read anyway: what a draft token adds is that of a step with them, and no more.
-        """
+        """Seconds of decoding, prompts of the step included, with 0 … ``most`` draft tokens more than there are."""
         ratio, already = self.learned.extra_ratio((load or self.load).num_rows), 0 if load else self.drafted
         reading = 0.0 if load else self._reading
         return [self.promised(ratio * (already + more), load) - reading for more in range(most + 1)]

@@ -299,10 +299,7 @@ class ModelRunner:
                 self._floors[row] = known - WAY_BACK
 
     def _make_room(self, first_row: int, needed: Sequence[int]) -> int:
-        """In the padded method, pad the rows to one length, squeezing old padding out when they are full.
-
-        Gives the step's kv_span; 0 in the unpadded method.
-        """
+        """In the padded method, pad rows to one length, without old padding if full; the kv_span, 0 if unpadded."""
         if not isinstance(self.kv, PaddedKvArena):
             return 0
         self.kv.align(first_row, len(needed))
@@ -365,10 +362,7 @@ class ModelRunner:
         self.kv.move(source, destination)
 
     def copy_row(self, source: int, destination: int, count: int) -> None:
-        """Copy the first ``count`` entries of a row's memory to another row; no length changes.
-
-        SpecexportError if the executor cannot copy rows, see ``Executor.copies_rows``.
-        """
+        """Copy a row's first ``count`` entries to another, no length changes; SpecexportError if it cannot copy."""
         if count and source != destination:
             self.executor.copy_row(source, destination, count, self._floors[source])
             self.kv.touch(destination, count)
@@ -379,10 +373,7 @@ class ModelRunner:
             each[destination] = each[source]
 
     def swap_rows(self, one: int, other: int, counts: tuple[int, int]) -> None:
-        """Exchange the memory of two rows, the first ``counts`` entries of each; errors as :meth:`copy_row`.
-
-        No length changes.
-        """
+        """Exchange the memory of two rows, ``counts`` entries of each, no lengths; errors as :meth:`copy_row`."""
         if any(counts):
             self.executor.swap_rows(one, other, counts, (self._floors[one], self._floors[other]))
             for each in (self._floors, self._state_lens):
@@ -393,10 +384,7 @@ class ModelRunner:
                     self.kv.untouch(row, count)
 
     def keep_path(self, row: int, kv_len: int, places: Sequence[int]) -> int:
-        """Commit ``kv_len`` entries of a row, and behind them those of a path; gives how many had to be moved.
-
-        ``places`` of the path's entries count from ``kv_len``, ascending.
-        """
+        """Commit ``kv_len`` entries, and those of a path at ascending ``places`` behind; how many were moved."""
         still = next((i for i, place in enumerate(places) if place != i), len(places))
         if still < len(places):
             entries = np.array(places[still:], np.int64) + kv_len

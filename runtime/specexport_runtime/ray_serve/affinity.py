@@ -7,11 +7,7 @@ from typing import Any
 
 
 def prompt_key(body: bytes, chars: int) -> str:
-    """A short key of a request's beginning; empty where there is none (no prompt, or not JSON).
-
-    Of a conversation, all up to the user's first message: later turns have the same key. Of a prompt, ``chars``
-    characters.
-    """
+    """A key of a prompt's first ``chars`` or a conversation's first turn, alike in later turns; empty for none."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):

@@ -3,13 +3,12 @@
 import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import replace
 from typing import Any
 
 from specexport_runtime.async_engine import AsyncSpecEngine
-from specexport_runtime.errors import InvalidRequestError, SpecexportError
+from specexport_runtime.errors import EngineDeadError, InvalidRequestError, SpecexportError
 from specexport_runtime.ray_serve.settings import API_KEYS, RaySettings, api_keys
 from specexport_runtime.server.config import ServerConfig
 
@@ -23,14 +22,10 @@ REPLICA_HEADER = b"x-specexport-replica"
 
 _CLOSE_SECONDS = 5.0
 _LAST_WORDS_SECONDS = 1.0
-"""Between telling Ray that a replica is stuck and ending its process."""
+"""Between telling Ray that a replica is dead and ending its process."""
 _log = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
-
-
-class StuckError(SpecexportError):
-    """Requests are active, and no round ends."""
 
 
 class Replica:
@@ -41,7 +36,6 @@ class Replica:
         self.config = config_here(settings, needs_key=needs_key)
         self._engine: AsyncSpecEngine | None = None
         self._app: AsgiApp | None = None
-        self._progress = Progress(settings.stuck_after_s)
         self._end_process: Callable[[int], object] = os._exit
 
     async def load(self) -> None:
@@ -51,10 +45,10 @@ class Replica:
         self._engine = await AsyncSpecEngine.load(
             self._settings.bundle, self._settings.engine, max_waiting=self.config.max_waiting
         )
-        self._engine.engine.add_observer(self._progress)
         app = create_app(self._engine, self.config)
         state = app.state.server
-        mirror_metrics(None if state.metrics is None else state.metrics.registry)
+        if state.metrics is not None:
+            MetricsMirror(state.metrics.registry).start()
         self._app = with_headers(app, (REPLICA_HEADER, replica_name().encode()))
 
     @property
@@ -66,23 +60,19 @@ class Replica:
 
     def describe(self) -> dict[str, Any]:
         """Which process this is and what it does: for operators and tests, by a deployment handle."""
-        active = 0 if self._engine is None else self._engine.num_active
-        return {"replica": replica_name(), "pid": os.getpid(), "active": active, "rounds": self._progress.rounds}
+        engine = self._engine
+        active, rounds = (0, 0) if engine is None else (engine.num_active, engine.engine.times.rounds)
+        return {"replica": replica_name(), "pid": os.getpid(), "active": active, "rounds": rounds}
 
     async def check_health(self) -> None:
-        """Fail if the engine takes no more requests or is stuck; Ray replaces the replica then.
-
-        A stuck replica also ends its process: its clients hear of it at once, and can send their requests again.
-        """
+        """Fail if the engine is closed, dead or stuck, and Ray replaces it; a dead one ends its process as well."""
         if self._engine is None:
             return
-        self._engine.engine.submit_all([])  # refused once the engine is closed, or has ended by a defect
-        try:
-            self._progress.check(self._engine.num_active)
-        except StuckError as error:
-            _log.error("This replica ends: %s", error)
-            asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._end_process, 1)
-            raise
+        if (trouble := self._engine.engine.trouble) is not None:
+            if isinstance(trouble, EngineDeadError):
+                _log.error("This replica ends: %s", trouble)
+                asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._end_process, 1)
+            raise trouble
 
     async def relay(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[Message]]:
         """Answer a request whose body was read elsewhere, in ASGI messages; closing the generator cancels it."""
@@ -93,35 +83,6 @@ class Replica:
         """Finish what is being answered, then free the engine."""
         if self._engine is not None:
             await self._engine.aclose(_CLOSE_SECONDS)  # Ray has waited for requests before it calls this
-
-
-class Progress:
-    """Notices when an engine stops making rounds; every step is one, and the end of a request counts too."""
-
-    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.rounds = 0
-        self._limit_s = limit_s
-        self._clock = clock
-        self._ended = 0
-        self._seen: tuple[int, float] | None = None  # while requests are active: what had ended, and since when
-
-    def on_round(self, _: object) -> None:
-        """Count a round."""
-        self.rounds += 1
-
-    def on_finish(self, _: object) -> None:
-        """Count the end of a request."""
-        self._ended += 1
-
-    def check(self, num_active: int) -> None:
-        """Raise ``StuckError`` if requests are active, and no round and no request ended for longer than the limit."""
-        now, events = self._clock(), self.rounds + self._ended
-        if not num_active:
-            self._seen = None
-        elif self._seen is None or events != self._seen[0]:
-            self._seen = (events, now)
-        elif now - self._seen[1] > self._limit_s:
-            raise StuckError(f"{num_active} requests are active, and no round ended for {now - self._seen[1]:.0f} s.")
 
 
 async def run_asgi(app: AsgiApp, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[Message]]:
@@ -167,10 +128,7 @@ def with_headers(app: AsgiApp, *more: tuple[bytes, bytes]) -> AsgiApp:
 
 
 def config_here(settings: RaySettings, *, needs_key: bool) -> ServerConfig:
-    """The server's settings with the API keys of this process's environment and the address of Ray's proxies.
-
-    ``InvalidRequestError`` if there must be a key and is none.
-    """
+    """Settings with this process's API keys (InvalidRequestError if one is missing) and the proxies' address."""
     keys = api_keys()
     if needs_key and not keys:
         raise InvalidRequestError(
@@ -202,12 +160,6 @@ def replica_name() -> str:
     from ray import serve
 
     return str(serve.get_replica_context().replica_tag)
-
-
-def mirror_metrics(registry: Any) -> None:
-    """Hand an engine's metrics to Ray's, if it has any."""
-    if registry is not None:
-        MetricsMirror(registry).start()
 
 
 class MetricsMirror:

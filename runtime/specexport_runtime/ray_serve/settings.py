@@ -46,7 +46,6 @@ class RaySettings:
     ingress_replicas: int = 1  # of the deployment that reads prompts (``routing="prefix"``)
     ray_actor_options: Mapping[str, Any] | None = None  # reserved for a replica; None: as many CPUs as threads
     health_check_period_s: float = 5.0  # of a replica
-    stuck_after_s: float = 60.0  # seconds without a round, while requests are active, after which a replica is replaced
     app_name: str = "specexport"
     engine: EngineOptions = field(default_factory=EngineOptions)
     server: ServerConfig = field(default_factory=ServerConfig)  # limits of each replica's server
@@ -66,7 +65,7 @@ class RaySettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name} is {value}.", "give 1 or more.")
-        for name in ("health_check_period_s", "stuck_after_s", "look_back_period_s"):
+        for name in ("health_check_period_s", "look_back_period_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise InvalidRequestError(f"{name} is {value}.", "give more than 0.")

@@ -44,12 +44,10 @@ class EndsDraft(Protocol):
 class DraftExit:
     """The threshold of one sequence.
 
-    Acceptance is accepted over *tested* tokens (the paper: *drafted*). Those behind a rejected one were drawn with
-    random numbers that the next rounds use again: a threshold moved by them would decide lengths from draws still to be
-    used, and sampled text would leave the target's distribution (``RandomStream``).
+    Acceptance is accepted over *tested* tokens (the paper: *drafted*): nothing is known of those behind a rejected one.
 
-    For the same reason :meth:`should_end` asks for the draft's *top* probability, which does not depend on the token
-    drawn, and the token whose step fell under gamma is kept and tested.
+    :meth:`should_end` asks for the draft's *top* probability, which does not depend on the token drawn, and the token
+    whose step fell under gamma is kept and tested: else sampled text would leave the target's distribution.
     """
 
     def __init__(self, params: DraftExitParams | None = None) -> None:

@@ -23,11 +23,7 @@ DEFAULT_KEEP_LAST = 2
 
 @dataclass(frozen=True)
 class LayerRules:
-    """The rules that make a draft out of a target; None switches a rule off.
-
-    A recurrence counts as a layer's attention where it has one. InvalidRequestError: a value is out of its range, or no
-    layer goes.
-    """
+    """The rules that make a draft out of a target, None for off; a recurrence counts as a layer's attention."""
 
     # Alpha: attention layers with an average cosine similarity above it are removed.
     threshold: float | None = DEFAULT_THRESHOLD

@@ -37,7 +37,7 @@ class Proposal(NamedTuple):
     """Draft tokens for one request."""
 
     tokens: list[int]  # in order; empty for plain decoding
-    # What each token was drawn from. None, for all or for one: one-hot (greedy, copied text, forced by a grammar).
+    # What each token was drawn from. None, for all or for one: it was not (greedy, copied text, forced by a grammar).
     distributions: "list[Law | None] | None" = None
     end: DraftEnd = "lookahead"
     drafter: str = ""  # its name in the draft plan; empty: none was asked, or none found anything

@@ -26,10 +26,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class Request:
-    """A prompt, the tokens generated for it, and when to stop.
-
-    Drafters and the controller remember a request in a ``WeakKeyDictionary``: nothing to do when rows move.
-    """
+    """A prompt, the tokens generated for it, and when to stop; others remember it by a weak reference."""
 
     def __init__(
         self,
@@ -68,9 +65,7 @@ class Request:
         self.max_tokens = min(params.max_tokens, max_model_len - len(prompt))
         self.sampler = Sampler(params, prompt, vocab_size, grammar)
         self.acceptance = acceptance
-        self.draws = RoundDraws(
-            RandomStream(seed), fresh=acceptance == "block" or tree_size > 0
-        )  # by place in the round
+        self.draws = RoundDraws(RandomStream(seed))  # by place in the round
         self.text = text
         self._pieces: list[tuple[str, int]] | None = [] if stream else None
         self.row = NO_ROW  # cache row while it is running
@@ -186,7 +181,7 @@ class Request:
             if self.finish_reason is not None:
                 break
         self.sampler.append(new_tokens[:taken])
-        self.draws.end_round(taken)
+        self.draws.end_round()
         self._note_time()
         return taken
 

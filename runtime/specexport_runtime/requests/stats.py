@@ -124,10 +124,7 @@ class RequestStats:
         shares: "Sequence[Share]" = (),
         exited: bool = False,
     ) -> None:
-        """Count one verify round; ``accepted`` of the drafts were emitted, and ``emitted`` tokens in all.
-
-        ``shares``: see ``Proposal.shares``. ``exited``: the draft ended because the model was no longer sure.
-        """
+        """Count a verify round that gave ``emitted`` tokens; ``shares`` are as in ``Proposal``."""
         self.rounds += 1
         self.num_generated_tokens += emitted
         self.accepted_lengths.append(emitted)
@@ -229,10 +226,7 @@ class PhaseTimes:
     draft_steps: int = 0  # steps of a draft engine: the longest draft of each round, without a grammar's tokens, summed
 
     def count_draft(self, seconds: float, prefill: float, tokens: Sequence[int]) -> None:
-        """Count the seconds of drafting for a round, and the own tokens of each request's drafter.
-
-        ``prefill`` are those inside the draft model's engine, in steps that only read prompts.
-        """
+        """Count a round's drafting seconds and drafts; ``prefill`` are those of steps that only read prompts."""
         self.draft += seconds
         self.draft_prefill += prefill
         self.draft_steps += max(tokens, default=0)

@@ -36,6 +36,7 @@ class TextStream:
         self._tokenizer, self._hidden = tokenizer, hidden
         self._params = params
         self._stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
+        self._held, self._read = 0, 0  # what was held back of the text of so many characters
         self._prompt: Sequence[int] | None = prompt  # None: its end is in the window
         self._before: str | None = None  # text of the prompt in the window, while it is not known what becomes of it
         self._ids: list[int] = []  # the window, then tokens not decoded yet
@@ -78,7 +79,9 @@ class TextStream:
         if self._done:
             return self._take_until(len(self._text))
         self._decode()
-        return self._take_until(len(self._text) - self._stops.held_back(self._text))
+        most = self._held + len(self._text) - self._read  # without the new characters, it was one before them
+        self._held, self._read = self._stops.held_back(self._text, most), len(self._text)
+        return self._take_until(len(self._text) - self._held)
 
     def finish(self) -> str:
         """The rest of the text, as no token follows."""
@@ -209,13 +212,9 @@ class StopStrings:
         self.strings = strings
         self._include = include
         self._longest = max(map(len, strings), default=0)
-        self._held, self._read = 0, 0  # what was held back of the text of so many characters
 
     def find(self, text: str, seen: int) -> int | None:
-        """Where to cut ``text``, whose first ``seen`` characters hold no stop string; None if nowhere.
-
-        The stop string that completes first counts; of several that complete at the same character, the longest.
-        """
+        """Where to cut ``text`` behind ``seen`` clean characters, by the stop text that ends first; None if nowhere."""
         start = max(0, seen - self._longest + 1)
         matches = [(at + len(s), at) for s in self.strings if (at := text.find(s, start)) >= 0]
         if not matches:
@@ -223,12 +222,7 @@ class StopStrings:
         end, begin = min(matches)
         return end if self._include else begin
 
-    def held_back(self, text: str) -> int:
-        """Length of the longest end of ``text``, which only grows, that is the beginning of a stop string."""
-        most = self._held + len(text) - self._read  # without the new characters, it was one before them
-        self._held, self._read = 0, len(text)
-        for length in range(min(most, self._longest - 1), 0, -1):
-            if any(s.startswith(text[-length:]) for s in self.strings):
-                self._held = length
-                break
-        return self._held
+    def held_back(self, text: str, most: int) -> int:
+        """Length of the longest end of ``text``, of at most ``most``, that is the beginning of a stop string."""
+        lengths = range(min(most, len(text), self._longest - 1), 0, -1)
+        return next((n for n in lengths if any(each.startswith(text[-n:]) for each in self.strings)), 0)

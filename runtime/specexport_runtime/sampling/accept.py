@@ -2,10 +2,14 @@
 
 Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling", algorithm 2 and theorem 1
 (also Leviathan et al. 2023): whatever the draft, the tokens that come out follow the target's distribution.
+
+A token that was not drawn (copied, forced) is accepted by one draw from the target: if it is that token, it stays, and
+else the text goes on with what was drawn. That is accepted as often, and the text of a seed is plain decoding's,
+whatever is copied: a copy may be of what the same numbers gave before.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -45,22 +49,22 @@ def accept_greedy(drafted: Sequence[int], target_tokens: Sequence[int]) -> Verdi
 
 def accept_sampled(
     drafted: Sequence[int],  # K draft tokens
-    draft_distributions: Sequence[Law | None] | None,  # p of each; None, for all or one: one-hot, p(x) = 1
+    draft_distributions: Sequence[Law | None] | None,  # p of each; None, for all or one: it was not drawn
     # q of new position j, 0 <= j <= K. Called in order, and not for positions after the first rejection.
     target_distribution: Callable[[int], Law],
     draws: Callable[[int], Draws],  # the uniforms of new position j
 ) -> Verdict:
     """Accept draft token x with probability min(1, q(x)/p(x)); at the first rejection draw from max(0, q - p).
 
-    p is the draft's distribution and q the target's, both after the request's logits processing. CheckFailedError: a
-    draft token has no probability above 0 in the distribution that it is said to come from.
+    p is the draft's distribution and q the target's, both after the request's logits processing. A token without p
+    stays if it is what is drawn from q. CheckFailedError: a draft token has no probability above 0 in the distribution
+    that it is said to come from.
     """
-    j, target = first_refused(drafted, draft_distributions, target_distribution, draws)
-    if j == len(drafted):
-        return Verdict(j, sample_token(target, draws(j).resample), is_bonus=True)
-    draft = None if draft_distributions is None else draft_distributions[j]
-    rest = normalised(target, surplus(target, draft, drafted[j]))
-    return Verdict(j, sample_token(rest, draws(j).resample), is_bonus=False)
+    j, target, token = first_refused(drafted, draft_distributions, target_distribution, draws)
+    if token is None:
+        rest = normalised(target, surplus(target, cast("Sequence[Law]", draft_distributions)[j]))
+        token = sample_token(rest, draws(j).resample)
+    return Verdict(j, token, is_bonus=j == len(drafted))
 
 
 def first_refused(
@@ -68,21 +72,28 @@ def first_refused(
     draft_distributions: Sequence[Law | None] | None,
     target_distribution: Callable[[int], Law],
     draws: Callable[[int], Draws],
-) -> tuple[int, Law]:
-    """The place of the first token that :func:`accept_sampled` refuses, K if it takes all, and q there."""
+) -> tuple[int, Law, int | None]:
+    """The place of the first token that :func:`accept_sampled` refuses, K if it takes all; q there, and what it gives.
+
+    None: what it gives is drawn from a residual.
+    """
     for j, token in enumerate(drafted):
         target = target_distribution(j)
         draft = None if draft_distributions is None else draft_distributions[j]
+        if draft is None:
+            drawn = sample_token(target, draws(j).resample)
+            if drawn != token:
+                return j, target, drawn
         # Multiplied out and strict: with u = 0 a token of target probability 0 is still refused.
-        if not draws(j).accept * draft_probability(draft, token, j) < target.probability(token):
-            return j, target
-    return len(drafted), target_distribution(len(drafted))
+        elif not draws(j).accept * draft_probability(draft, token, j) < target.probability(token):
+            return j, target, None
+    last = len(drafted)
+    target = target_distribution(last)
+    return last, target, sample_token(target, draws(last).resample)
 
 
-def draft_probability(draft: Law | None, token: int, place: int) -> float:
-    """Probability p of a draft token; 1 without a distribution. CheckFailedError: it is not above 0."""
-    if draft is None:
-        return 1.0
+def draft_probability(draft: Law, token: int, place: int) -> float:
+    """Probability p of a draft token. CheckFailedError: it is not above 0."""
     probability = draft.probability(token)
     if not probability > 0.0:  # a NaN too
         raise CheckFailedError(
@@ -93,25 +104,19 @@ def draft_probability(draft: Law | None, token: int, place: int) -> float:
     return probability
 
 
-def surplus(target: Law, draft: Law | None, token: int, weight: float = 1.0) -> Float64Array | FoundMasses:
+def surplus(target: Law, draft: Law, weight: float = 1.0) -> Float64Array | FoundMasses:
     """The masses max(0, w q - p), on the target's support, for a ``weight`` w in (0, 1].
 
-    Either distribution may be dense or sparse; ids that only one has are probability 0 in the other. A ``draft`` of
-    None is one-hot at ``token``. Of two rows that were asked for a draw, that alone is known of the masses.
+    Either distribution may be dense or sparse; ids that only one has are probability 0 in the other. Of two rows that
+    were asked for a draw, that alone is known of the masses.
     """
-    if isinstance(target, RowLaw) and (found := target.surplus(draft, token, weight)) is not None:
+    if isinstance(target, RowLaw) and (found := target.surplus(draft, weight)) is not None:
         return found
-    return _host_surplus(on_host(target), None if draft is None else on_host(draft), token, weight)
+    return _host_surplus(on_host(target), on_host(draft), weight)
 
 
-def _host_surplus(target: Distribution, draft: Distribution | None, token: int, weight: float) -> Float64Array:
+def _host_surplus(target: Distribution, draft: Distribution, weight: float) -> Float64Array:
     masses = target.probs * weight
-    if draft is None:
-        if target.token_ids is None:
-            masses[token : token + 1] = 0.0
-        else:
-            masses[target.token_ids == token] = 0.0
-        return masses
     if draft.token_ids is not None and target.token_ids is None:
         inside = draft.token_ids < len(masses)
         ids = draft.token_ids[inside]

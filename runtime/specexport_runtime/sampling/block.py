@@ -7,6 +7,7 @@ behind an unlikely one can save both: a test that fails does not end the tests, 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.sampling.accept import (
     Verdict,
     accept_sampled,
@@ -19,7 +20,10 @@ from specexport_runtime.sampling.rng import Draws
 
 
 class Chances(NamedTuple):
-    """How likely the first tokens of a draft stay, of 0, 1, 2 … of them, up to where no more matters."""
+    """How likely the first tokens of a draft stay, of 0, 1, 2 … of them, up to where no more matters.
+
+    It is 0 in front of a token that was not drawn and is what the target goes on with: the text does not end there.
+    """
 
     targets: list[Law]  # that were looked at
     found: list[float]
@@ -41,19 +45,24 @@ def accept_block(
     """Accept draft tokens up to the last whose test passes, and behind them draw from max(0, r q - p).
 
     r is the chance that the tokens so far stay, given what they are: r = 1 before the first, and min(1, r q(x)/p(x))
-    behind token x, however many follow: how often a place is reached has no bias by a draft's length. Where nothing was
-    drawn (copies, greedy drafts) the rule is ``accept_sampled``. CheckFailedError: a draft token has probability 0.
+    behind token x, however many follow: how often a place is reached has no bias by a draft's length. Behind a token
+    that was not drawn r stays as it is, and the draft ends in front of it, if it is not what is drawn from q. Where
+    nothing was drawn (copies) the rule is ``accept_sampled``. CheckFailedError: a draft token has probability 0.
     """
     if draft_distributions is None or all(draft is None for draft in draft_distributions):
         return accept_sampled(drafted, draft_distributions, target_distribution, draws)
     targets, found = chances or find_chances(drafted, draft_distributions, target_distribution, draws)
     last = len(drafted)
     for kept, chance in tested_places(found, draws):
-        if kept == last:
-            return Verdict(last, sample_token(target_distribution(last), draws(last).resample), is_bonus=True)
         if kept == len(targets):
             targets.append(target_distribution(kept))
-        masses = surplus(targets[kept], draft_distributions[kept], drafted[kept], chance)
+        draft = None if kept == last else draft_distributions[kept]
+        if draft is None:
+            token = sample_token(targets[kept], draws(kept).resample)
+            if kept < last and token == drafted[kept]:
+                continue
+            return Verdict(kept, token, is_bonus=kept == last)
+        masses = surplus(targets[kept], draft, chance)
         mass = float(masses.sum())
         # With a chance of 1 it passes whatever was drawn: at the latest in front of all tokens.
         if chance == 1.0 or draws(kept - 1).accept * (mass + 1.0 - chance) < mass:
@@ -67,15 +76,26 @@ def find_chances(
     target_distribution: Callable[[int], Law],
     draws: Callable[[int], Draws],
 ) -> Chances:
-    """See :class:`Chances`; arguments and errors as of :func:`accept_block`."""
+    """See :class:`Chances`; arguments and errors as of :func:`accept_block`.
+
+    A draft ends where only a draft comes to, and there is no law: it is an error if the text ends there.
+    """
     probabilities = [
-        draft_probability(draft, token, j)
+        1.0 if draft is None else draft_probability(draft, token, j)
         for j, (token, draft) in enumerate(zip(drafted, draft_distributions, strict=True))
     ]
     targets: list[Law] = []
     chances = [1.0]
     for j, token in enumerate(drafted):
-        targets.append(target_distribution(j))
+        try:
+            targets.append(target_distribution(j))
+        except (CheckFailedError, InvalidRequestError):
+            break
+        if draft_distributions[j] is None:
+            if sample_token(targets[j], draws(j).resample) != token:
+                break
+            chances[j:] = [0.0, chances[j]]
+            continue
         chance = chances[-1] * targets[j].probability(token) / probabilities[j]
         if not chance > 0.0:
             break

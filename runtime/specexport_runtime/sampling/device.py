@@ -82,7 +82,7 @@ class RowLaw(ABC):
         """The same distribution as numbers."""
 
     @abstractmethod
-    def surplus(self, draft: Law | None, token: int, weight: float) -> "FoundMasses | None":
+    def surplus(self, draft: Law, weight: float) -> "FoundMasses | None":
         """See ``accept.surplus``; None of a ``draft`` of another kind."""
 
 
@@ -100,12 +100,12 @@ class CutLaw(RowLaw):
         """See the base class."""
         return Distribution(*self._cuts.kept(self.row.cut_at))
 
-    def surplus(self, draft: Law | None, token: int, weight: float) -> "FoundMasses | None":
+    def surplus(self, draft: Law, weight: float) -> "FoundMasses | None":
         """See the base class."""
-        if not (draft is None or isinstance(draft, CutLaw)):
+        if not isinstance(draft, CutLaw):
             return None
-        other, uniform = None if draft is None else draft._memory, self.row.ask.uniform
-        return FoundMasses(*cut_surplus(self._memory, other, token, weight, uniform), uniform)
+        uniform = self.row.ask.uniform
+        return FoundMasses(*cut_surplus(self._memory, draft._memory, weight, uniform), uniform)
 
     @property
     def _memory(self) -> tuple[int, int, int]:
@@ -123,18 +123,18 @@ class DeviceLaw(RowLaw):
         self.top, self.drawn = 1.0 / total, int(drawn)
         self.masses: dict[Surplus, FoundMasses] = {}  # that were asked for ahead
 
-    def surplus(self, draft: Law | None, token: int, weight: float) -> "FoundMasses | None":
+    def surplus(self, draft: Law, weight: float) -> "FoundMasses | None":
         """See the base class."""
-        if (asked := self.ask(draft, token, weight)) is None:
+        if (asked := self.ask(draft, weight)) is None:
             return None
         if asked not in self.masses:
             find_masses([asked])
         return self.masses[asked]
 
-    def ask(self, draft: Law | None, token: int, weight: float) -> "Surplus | None":
+    def ask(self, draft: Law | None, weight: float) -> "Surplus | None":
         """What :meth:`surplus` looks for; None of a ``draft`` that does not lie in the same memory."""
-        if draft is None or (isinstance(draft, DeviceLaw) and draft.row.lies_with(self.row)):
-            return Surplus(self, draft, token, weight)
+        if isinstance(draft, DeviceLaw) and draft.row.lies_with(self.row):
+            return Surplus(self, draft, weight)
         return None
 
     def on_host(self) -> Distribution:
@@ -146,14 +146,12 @@ class Surplus(NamedTuple):
     """The masses max(0, w q - p) of laws on the device, see ``accept.surplus``."""
 
     target: DeviceLaw
-    draft: DeviceLaw | None
-    token: int
+    draft: DeviceLaw
     weight: float
 
     def ask(self) -> SurplusAsk:
         """What to ask the device."""
-        draft = None if self.draft is None else self.draft.row
-        return self.target.row.surplus_ask(draft, self.token, self.weight)
+        return self.target.row.surplus_ask(self.draft.row, self.weight)
 
 
 def find_masses(asked: Sequence[Surplus]) -> None:

@@ -4,14 +4,18 @@ Other tokens are left out before anything chooses among them, for draft and targ
 verify step. So a text follows the target's distribution given that each token is allowed, with and without drafts.
 """
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
+
+_log = logging.getLogger(__name__)
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -26,7 +30,8 @@ class Grammar:
     def __init__(
         self, matcher: Any, vocab_size: int, eos_token_ids: Sequence[int], first: BoolArray | None = None
     ) -> None:
-        self._matcher, self._vocab_size, self._eos = matcher, vocab_size, tuple(eos_token_ids)
+        self._beginning, self._said = matcher, list[int]()
+        self._matcher, self._vocab_size, self._eos = matcher.deep_copy(), vocab_size, tuple(eos_token_ids)
         self._first = first
         self._drafted: list[int] = []
         self._masks: list[BoolArray | None] = [None]
@@ -52,6 +57,7 @@ class Grammar:
         self._go_to(known)
         if not self._matcher.is_stopped():  # then it takes no token any more, though the end of the text is allowed
             known += self._matcher.validate_tokens(list(said[known:]))
+            self._check()
         if known < end or end == len(drafted):
             return known
         return end + bool(self._mask(said)[drafted[end]])
@@ -89,6 +95,7 @@ class Grammar:
             raise CheckFailedError("a token was committed that the grammar does not allow.")
         if self._has_ended and not self._matcher.is_accepting():
             raise CheckFailedError("the end of a text was committed where its grammar does not end.")
+        self._said += tokens
         self._drafted, self._masks, self._place = [], [None], 0
         self._first = self._first if not tokens else None
 
@@ -136,10 +143,21 @@ class Grammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            reason = self._matcher.get_error().splitlines()[0]
+            reason = reason_of(self._matcher.get_error().splitlines()[0])
+            # Perhaps of a place that only a draft comes to: this matcher would keep it.
+            self._matcher, self._place = self._beginning.deep_copy(), 0
+            self._matcher.consume_tokens(self._said)
             if reason.startswith("NoExtension"):
                 reason = "this model has no token for what comes next"
             raise InvalidRequestError(f"the grammar cannot be followed: {reason}.", "give a simpler schema or grammar.")
+
+
+def reason_of(message: str) -> str:
+    """Why a matcher refuses, in one line; what it says of a failure of its own goes to the log."""
+    if message.startswith("panic"):
+        _log.warning("the matcher failed: %.300s", message.splitlines()[0])
+        return "it is more than the matcher can take"
+    return " ".join(message.split())[:300].rstrip(".")
 
 
 def _num_common(some: Sequence[int], others: Sequence[int]) -> int:
@@ -174,8 +192,6 @@ class MaskAhead:
 
 def _make_masks(wanted: Sequence[tuple[Grammar, Sequence[int]]]) -> None:
     for grammar, drafted in wanted:
-        for count in range(len(drafted) + 1):
-            try:
+        with suppress(CheckFailedError, InvalidRequestError):
+            for count in range(grammar.cut(drafted) + 1):
                 grammar.allowed(drafted[:count])
-            except (CheckFailedError, InvalidRequestError):
-                break

@@ -22,11 +22,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def logprobs_of(tokens: Sequence[int], logits: "Float32Array", count: int) -> list[TokenLogprobs]:
-    """Log-probabilities and ranks of one round's tokens, or of a prompt's, each with the ``count`` likeliest.
-
-    Row j of ``logits`` [n, V], raw ones of the target, is what ``tokens[j]`` was chosen from; they are not changed.
-    CheckFailedError: they hold NaN or +inf.
-    """
+    """Log-probabilities, ranks and ``count`` likeliest of tokens chosen from raw ``logits`` [n, V], row by row."""
     return [_of_row(token, logits[j], count) for j, token in enumerate(tokens)]
 
 

@@ -34,10 +34,6 @@ class RandomStream:
     Philox4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): the seed is the key, the position
     the counter, and three of the four 64-bit words of each counter are used. Branches of a tree have counters of their
     own: the position is one more word of these.
-
-    A position that is drafted, discarded and drafted again sees the same numbers. This is exact where draft tokens are
-    accepted one by one, because whether a position is discarded then depends on earlier positions only. It also binds
-    the caller: how many tokens to draft next must not be decided from drafted tokens that were discarded.
     """
 
     def __init__(self, seed: int) -> None:
@@ -78,13 +74,12 @@ class RandomStream:
 class RoundDraws:
     """The random numbers of a text that is made in rounds: those of each place in the round at hand.
 
-    ``fresh``: no number serves two rounds, as block verification and trees need it (where a tree ends may depend on
-    what was drawn further on): a round begins behind all that were looked at.
+    No number serves two rounds: a round begins behind all that were looked at. So a draft may depend on all before it.
+    Plain decoding and copies use all that they look at: the n-th token has the n-th numbers.
     """
 
-    def __init__(self, stream: RandomStream, *, fresh: bool) -> None:
-        self._stream, self._fresh = stream, fresh
-        self._start, self._seen = 0, 0
+    def __init__(self, stream: RandomStream) -> None:
+        self._stream, self._start, self._seen = stream, 0, 0
 
     def __call__(self, place: int) -> Draws:
         """The uniforms of a place, from 0, of this round."""
@@ -104,7 +99,7 @@ class RoundDraws:
         """
         return self._stream.branch(self._start, number)
 
-    def end_round(self, count: int) -> None:
-        """The next round begins, ``count`` tokens further on in the text."""
-        self._start += self._seen if self._fresh else count
+    def end_round(self) -> None:
+        """The next round begins."""
+        self._start += self._seen
         self._seen = 0

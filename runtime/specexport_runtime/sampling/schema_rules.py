@@ -5,7 +5,7 @@ middle of a text where a value is nothing but a reference to itself.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 MATCHER_KEYS = frozenset({"x-guidance"})
@@ -18,63 +18,113 @@ _LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 _DEFINITIONS = frozenset({"$defs", "definitions"})
 _MAPS = _DEFINITIONS | {"properties", "patternProperties", "dependentSchemas"}
 """Keywords that give schemas by names. Everything else is data: a key in it is no keyword."""
+_DIGITS = 10  # no index in a list has more
+
+
+class Place(NamedTuple):
+    """Where a part of a schema is: a place, and the key behind it; the places of a schema share their beginnings."""
+
+    outer: "Place | None"
+    key: str
+
+    def __str__(self) -> str:
+        keys, place = [self.key], self.outer
+        while place is not None:
+            keys.append(place.key)
+            place = place.outer
+        return ".".join(reversed(keys))[:200]
+
+
+class _Part(NamedTuple):
+    """A schema within a schema: where it is (None: the whole), and what its reference is to."""
+
+    where: Place | None
+    schema: Mapping[str, Any]
+    target: Any
+
+    @property
+    def name(self) -> str:
+        return "the schema" if self.where is None else f"its part {self.where}"
 
 
 def fault_of(schema: Any) -> str | None:
-    """What is wrong with a JSON schema, as a sentence without its full stop; None if nothing is."""
-    for where, part in _parts(schema):
-        if found := MATCHER_KEYS & part.keys():
-            return f"{_name(where)} has {min(found)!r}, a setting of the matcher and no keyword"
-    places = dict(_parts(schema, only_used=True))
-    known = {id(part): where for where, part in places.items()}
-    begun: set[int] = set()
-    while True:  # the least fixed point: a value begins where something of it does
-        more = {id(part) for part in places.values() if id(part) not in begun and _begins(part, schema, begun, known)}
-        if not more:
-            break
-        begun |= more
-    for where, part in places.items():
-        if id(part) not in begun and "$ref" in part:
-            return f"{_name(where)} refers to {part['$ref']!r}, which comes back to itself with nothing of a value"
+    """What is wrong with a JSON schema, as a sentence without its full stop; None if nothing is.
+
+    The work grows as the schema does, whatever refers to what in it.
+    """
+    named = [each for each in _objects(schema) if isinstance(each.get("$anchor"), str)]
+    anchors = {each["$anchor"]: each for each in reversed(named)}  # the first of a name
+    for part in _parts(schema, anchors):
+        if found := MATCHER_KEYS & part.schema.keys():
+            return f"{part.name} has {min(found)!r}, a setting of the matcher and no keyword"
+    used = list(_parts(schema, anchors, only_used=True))
+    begun = _begun(used)
+    for part in used:
+        if id(part.schema) not in begun and "$ref" in part.schema:
+            return f"{part.name} refers to {part.schema['$ref']!r}, which comes back to itself with nothing of a value"
     return None
 
 
-def _parts(schema: Any, *, only_used: bool = False) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-    """All schemas within a schema that are objects, and where they are; ``only_used``: without unused definitions."""
-    todo: list[tuple[tuple[str, ...], Any]] = [((), schema)]
+def _parts(schema: Any, anchors: Mapping[str, Any], *, only_used: bool = False) -> Iterator[_Part]:
+    """All schemas within a schema that are objects; ``only_used``: without unused definitions."""
+    todo: list[tuple[Place | None, Any]] = [(None, schema)]
     seen: set[int] = set()
     while todo:
         where, part = todo.pop()
         if not isinstance(part, Mapping) or id(part) in seen:
             continue
         seen.add(id(part))
-        yield where, part
-        if "$ref" in part:
-            todo.append(((*where, "$ref"), _target(part["$ref"], schema)))
+        target = _target(part["$ref"], schema, anchors) if "$ref" in part else None
+        yield _Part(where, part, target)
+        todo.append((Place(where, "$ref"), target))
         for key, value in part.items():
             if only_used and key in _DEFINITIONS:
                 continue
+            place = Place(where, key)
             if key in _LISTS and isinstance(value, list):
-                todo += [((*where, key, str(i)), each) for i, each in enumerate(value)]
+                todo += [(Place(place, str(i)), each) for i, each in enumerate(value)]
             elif key in _MAPS and isinstance(value, Mapping):
-                todo += [((*where, key, name), each) for name, each in value.items()]
+                todo += [(Place(place, name), each) for name, each in value.items()]
             elif key in _SCHEMAS:
-                todo.append(((*where, key), value))
+                todo.append((place, value))
 
 
-def _begins(part: Mapping[str, Any], root: Any, begun: set[int], known: Mapping[int, Any]) -> bool:
-    """Whether a value of a schema can begin, as far as is known of the schemas that stand in its place."""
-    wanted = [_target(part["$ref"], root)] if "$ref" in part else []
-    wanted += part["allOf"] if isinstance(part.get("allOf"), list) else []
-    choices = [part[key] for key in ("anyOf", "oneOf") if isinstance(part.get(key), list) and part[key]]
+def _begun(parts: list[_Part]) -> set[int]:
+    """Ids of the schemas of which a value can begin: the least fixed point, by what waits for each.
 
-    def has_begun(schema: Any) -> bool:
-        return id(schema) in begun or id(schema) not in known  # what cannot be found is the matcher's to say
+    A schema begins when one has of each group that stands in its place. What is not among ``parts`` is the matcher's
+    to say.
+    """
+    waiting: dict[int, list[int]] = {id(part.schema): [] for part in parts}  # groups that each schema is in
+    owners: list[int] = []  # the schema whose value each group is
+    left = dict.fromkeys(waiting, 0)  # groups of each schema in which none has begun
+    for part in parts:
+        groups = [[part.target]] if "$ref" in part.schema else []
+        groups += [[each] for each in _list_of(part.schema, "allOf")]
+        groups += [_list_of(part.schema, "anyOf"), _list_of(part.schema, "oneOf")]
+        for group in groups:
+            if group and all(id(each) in waiting for each in group):
+                left[id(part.schema)] += 1
+                for each in group:
+                    waiting[id(each)].append(len(owners))
+                owners.append(id(part.schema))
+    begun = [schema for schema, count in left.items() if not count]
+    met: set[int] = set()
+    for schema in begun:  # which grows
+        for number in waiting[schema]:
+            if number not in met:
+                met.add(number)
+                left[owners[number]] -= 1
+                begun += [] if left[owners[number]] else [owners[number]]
+    return set(begun)
 
-    return all(map(has_begun, wanted)) and all(any(map(has_begun, each)) for each in choices)
+
+def _list_of(schema: Mapping[str, Any], key: str) -> list[Any]:
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
 
 
-def _target(reference: Any, root: Any) -> Any:
+def _target(reference: Any, root: Any, anchors: Mapping[str, Any]) -> Any:
     """The schema that a reference within the document is to; None for any other."""
     if not isinstance(reference, str) or not isinstance(root, Mapping):
         return None
@@ -85,13 +135,13 @@ def _target(reference: Any, root: Any) -> Any:
     if not fragment:
         return root
     if not fragment.startswith("/"):
-        return next((part for part in _objects(root) if part.get("$anchor") == fragment), None)
+        return anchors.get(fragment)
     found = root
     for name in unquote(fragment)[1:].split("/"):
         key = name.replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping) and key in found:
             found = found[key]
-        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+        elif isinstance(found, list) and key.isdecimal() and len(key) < _DIGITS and int(key) < len(found):
             found = found[int(key)]
         else:
             return None
@@ -108,7 +158,3 @@ def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
             todo += found.values()
         elif isinstance(found, list):
             todo += found
-
-
-def _name(where: tuple[str, ...]) -> str:
-    return "the schema" if not where else f"its part {'.'.join(where)[:200]}"

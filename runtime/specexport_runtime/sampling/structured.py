@@ -56,11 +56,7 @@ class StructuredOutputs:
             raise InvalidRequestError(
                 f"structured_outputs.thinking is a {type(self.thinking).__name__}.", "give Thinking(...)."
             )
-        size = len(self.text)
-        if size > MAX_GRAMMAR_CHARS:
-            raise InvalidRequestError(
-                f"structured_outputs.{kind} has {size} characters.", f"give at most {MAX_GRAMMAR_CHARS}."
-            )
+        _check_size(kind, self.text)
 
     @property
     def kind(self) -> str:
@@ -80,23 +76,28 @@ _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 def _schema_text(schema: Any) -> str:
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            raise InvalidRequestError(f"structured_outputs.json is no JSON: {error}.", "give a JSON schema.") from None
-    if not isinstance(schema, Mapping):
-        raise InvalidRequestError("structured_outputs.json is no JSON schema.", "give an object.")
     try:
+        if isinstance(schema, str):
+            _check_size("json", schema)
+            schema = json.loads(schema)
+        if not isinstance(schema, Mapping):
+            raise InvalidRequestError("structured_outputs.json is no JSON schema.", "give an object.")
         text = json.dumps(schema)
-        fault = fault_of(json.loads(text))
-        if fault is not None:
+        _check_size("json", text)
+        if (fault := fault_of(json.loads(text))) is not None:
             raise InvalidRequestError(f"structured_outputs.json: {fault}.", "change it, or leave it out.")
         return text
     except InvalidRequestError:  # which is a ValueError too
         raise
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"structured_outputs.json: {error}.", "give a JSON schema.") from None
+        raise InvalidRequestError(f"structured_outputs.json is no JSON: {error}.", "give a JSON schema.") from None
+
+
+def _check_size(kind: str, text: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(
+            f"structured_outputs.{kind} has {len(text)} characters.", f"give at most {MAX_GRAMMAR_CHARS}."
+        )
 
 
 def _choices(choice: Any) -> tuple[str, ...]:

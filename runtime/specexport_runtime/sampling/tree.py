@@ -3,36 +3,25 @@
 - One by one: recursive rejection without replacement (Jeon et al. 2024, "Recursive Speculative Decoding").
 - As a whole: traversal verification (2025, arXiv:2505.12398), which is block verification on a chain. A likely leaf can
   save the unlikely nodes in front of it.
-- Where no child was drawn, one draw from the target decides: it is one of the children, or what the text goes on with.
+- Of children that were not drawn one draw decides, from what those that were have left of the target: it is one of
+  them, or what the text goes on with.
 
 Either leaves the text the target's law, if the tree has grown as follows. Siblings are drawn in order from the law that
 they name, each without its elder siblings (:func:`without`); one that is not drawn (law None) may depend on the text in
 front of it and on its elder siblings. Whether a node gets one more child may depend on what was drawn elsewhere, but
-never on that child: a token that was drawn stays. The numbers of a tree serve one round (``RoundDraws``, ``fresh``).
+never on that child: a token that was drawn stays. The numbers of a tree serve one round (``RoundDraws``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 
-from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.sampling.accept import Verdict, draft_probability, normalised, surplus
 from specexport_runtime.sampling.device import on_host
 from specexport_runtime.sampling.distribution import Distribution, Law, sample_token
-from specexport_runtime.sampling.rng import Draws
-
-
-class TreeDraws(Protocol):
-    """The random numbers of a round with a tree: :class:`RoundDraws`."""
-
-    def __call__(self, place: int) -> Draws:
-        """Those of the chain's node ``place``, and of the token that the round ends with behind ``place`` tokens."""
-        ...
-
-    def branch(self, number: int) -> Draws:
-        """Those of one more node."""
-        ...
+from specexport_runtime.sampling.rng import RoundDraws
 
 
 def accept_tree_greedy(nodes: Sequence[int], parents: Sequence[int], greedy: Callable[[int], int]) -> Verdict:
@@ -52,22 +41,16 @@ def accept_tree(
     parents: Sequence[int],  # place of the node before each; -1 behind the text
     draft_laws: Sequence[Law | None] | None,  # what siblings were drawn from; None, for all or one: not drawn
     target_law: Callable[[int], Law],  # behind a node, -1: the text; called at most once for each, parents first
-    draws: TreeDraws,
+    draws: RoundDraws,
 ) -> Verdict:
-    """Test siblings one by one and descend to the first that passes; where none does, what they left is drawn.
-
-    CheckFailedError: a node has no probability above 0 in its law.
-    """
+    """Test siblings one by one and descend to the first that passes; where none does, what they left is drawn."""
     tree = _DrawnTree(nodes, parents, draft_laws, draws)
     place = -1
     while True:
-        law = on_host(target_law(place))
-        child, drawn = None, tree.is_drawn(place)
-        if drawn:
-            child, law = _first_passing(tree, place, law)
+        child, law = _first_passing(tree, place, on_host(target_law(place)))
         if child is None:
             token = tree.draw(place, law)
-            child = None if drawn else tree.child(place, token)
+            child = tree.child(place, token)
             if child is None:
                 return tree.verdict(place, token)
         place = child
@@ -78,20 +61,18 @@ def accept_tree_block(
     parents: Sequence[int],
     draft_laws: Sequence[Law | None] | None,
     target_law: Callable[[int], Law],  # as for ``accept_tree``; called behind nodes that are not kept too
-    draws: TreeDraws,
+    draws: RoundDraws,
 ) -> Verdict:
     """Test leaves first, and a node where nothing behind it passed: never fewer tokens in the mean than one by one.
 
     A node of which r is the chance that it or one behind it stays passes on r q(x)/p(x), at most 1, to its first child
     x. If nothing there stays, the next child meets q and r as x leaves them: the positive part of r q - p, and its mass
-    m over m + 1 - r. Where nothing was drawn the rule is ``accept_tree``. CheckFailedError: as there.
+    m over m + 1 - r. Of children that were not drawn the one that is then drawn from q, if any, has r as it is. Where
+    nothing was drawn the rule is ``accept_tree``. CheckFailedError: as there.
     """
     tree = _DrawnTree(nodes, parents, draft_laws, draws)
-    if not any(map(tree.is_drawn, tree.children)):
-        return accept_tree(nodes, parents, draft_laws, target_law, draws)
     # The text itself always passes.
-    place, law = cast("tuple[int, Distribution]", _last_passing(tree, -1, 1.0, target_law))
-    return tree.verdict(place, tree.draw(place, law))
+    return tree.verdict(*cast("tuple[int, int]", _last_passing(tree, -1, 1.0, target_law)))
 
 
 TREE_RULES = {"block": accept_tree_block, "token": accept_tree}
@@ -99,10 +80,7 @@ TREE_RULES = {"block": accept_tree_block, "token": accept_tree}
 
 
 def without(law: Law, tokens: Sequence[int]) -> Distribution:
-    """What the next sibling is drawn from: a law without the tokens of its elder siblings, by probability.
-
-    CheckFailedError: they have all of its mass.
-    """
+    """The next sibling's law: without its elders, by probability; CheckFailedError if they have all its mass."""
     ids, probs = on_host(law)
     rest = probs.copy()
     if ids is None:
@@ -147,7 +125,7 @@ class _DrawnTree(_Tree):
     """A tree with what it was drawn from, and the numbers that it is tested with."""
 
     def __init__(
-        self, nodes: Sequence[int], parents: Sequence[int], laws: Sequence[Law | None] | None, draws: TreeDraws
+        self, nodes: Sequence[int], parents: Sequence[int], laws: Sequence[Law | None] | None, draws: RoundDraws
     ) -> None:
         super().__init__(nodes, parents)
         self._laws, self._draws = laws, draws
@@ -156,15 +134,16 @@ class _DrawnTree(_Tree):
         return None if self._laws is None else self._laws[place]
 
     def is_drawn(self, place: int) -> bool:
-        """Whether one of a node's children was drawn."""
-        return any(self.law(child) is not None for child in self.children.get(place, ()))
+        """Whether all of a node's children were drawn."""
+        return all(self.law(child) is not None for child in self.children.get(place, ()))
 
-    def siblings(self, place: int) -> Iterator[tuple[int, Law | None]]:
-        """A node's children, and what each was drawn from in its turn."""
+    def drawn(self, place: int) -> Iterator[tuple[int, Law]]:
+        """A node's children that were drawn, and what each was drawn from in its turn."""
         elder: list[int] = []
         for child in self.children.get(place, ()):
             law = self.law(child)
-            yield child, law if law is None or not elder else without(law, elder)
+            if law is not None:
+                yield child, without(law, elder) if elder else law
             elder.append(self.nodes[child])
 
     def uniform(self, place: int) -> float:
@@ -178,39 +157,54 @@ class _DrawnTree(_Tree):
 
 
 def _first_passing(tree: _DrawnTree, place: int, law: Distribution) -> tuple[int | None, Distribution]:
-    """The first child that passes; else None, and what the target's law is when all were refused."""
-    for child, draft in tree.siblings(place):
+    """The first child that was drawn and passes; else None, and what the target's law is when all were refused."""
+    for child, draft in tree.drawn(place):
         token = tree.nodes[child]
         if tree.uniform(child) * draft_probability(draft, token, child) < law.probability(token):
             return child, law
-        law = _left(law, draft, token, 1.0)[0]
+        law = _left(law, draft, 1.0)[0]
     return None, law
 
 
 def _last_passing(
     tree: _DrawnTree, place: int, chance: float, target_law: Callable[[int], Law]
-) -> tuple[int, Distribution] | None:
-    """The last node that passes on the first path that has one, of a node with a ``chance`` and all behind it."""
+) -> tuple[int, int] | None:
+    """The last node that passes on the first path that has one, of a node with a ``chance`` and all behind it.
+
+    Behind it comes the token. A path ends where only a draft comes to, and there is no law.
+    """
     if not _may_pass(tree, place, chance):
         return None
-    law = on_host(target_law(place))
-    for child, draft in tree.siblings(place):
+    try:
+        law = on_host(target_law(place))
+    except (CheckFailedError, InvalidRequestError):
+        if place >= 0 and not tree.uniform(place) < chance:
+            return None
+        raise
+    for child, draft in tree.drawn(place):
         token = tree.nodes[child]
         passed_on = min(1.0, chance * law.probability(token) / draft_probability(draft, token, child))
         found = _last_passing(tree, child, passed_on, target_law) if passed_on > 0.0 else None
         if found is not None:
             return found
-        law, mass = _left(law, draft, token, chance)
+        law, mass = _left(law, draft, chance)
         if chance < 1.0:
             chance = mass / (mass + 1.0 - chance)
             if not chance > 0.0:
-                return None
-    return (place, law) if place < 0 or tree.uniform(place) < chance else None
+                break
+    passes = place < 0 or tree.uniform(place) < chance
+    if not passes and tree.is_drawn(place):
+        return None
+    token = tree.draw(place, law)
+    following = tree.child(place, token)
+    if following is not None:
+        return _last_passing(tree, following, chance, target_law)
+    return (place, token) if passes else None
 
 
-def _left(law: Distribution, draft: Law | None, token: int, weight: float) -> tuple[Distribution, float]:
+def _left(law: Distribution, draft: Law, weight: float) -> tuple[Distribution, float]:
     """What a refused token leaves of the target's law, and the mass of that."""
-    masses = surplus(law, draft, token, weight)
+    masses = surplus(law, draft, weight)
     mass = float(masses.sum())
     return on_host(cast("Law", normalised(law, masses))), mass
 
@@ -221,7 +215,8 @@ def _may_pass(tree: _DrawnTree, place: int, chance: float) -> bool:
         return True
     for child in tree.children.get(place, ()):
         # Without its elder siblings it is as probable, or more.
-        probability = draft_probability(tree.law(child), tree.nodes[child], child)
+        law = tree.law(child)
+        probability = 1.0 if law is None else draft_probability(law, tree.nodes[child], child)
         if _may_pass(tree, child, min(1.0, chance / probability)):
             return True
     return False

@@ -19,10 +19,7 @@ _SAMPLE = 4096  # entries sampled to find that band
 
 
 def check_peak(peak: float, logits: Float32Array) -> None:
-    """Refuse logits [V'] that define no distribution, by the largest of them (NaN if there is any NaN).
-
-    CheckFailedError: NaN or +inf, a broken engine. InvalidRequestError: all -inf, banned by the request.
-    """
+    """Refuse logits by their largest: CheckFailedError for NaN or +inf, InvalidRequestError for all banned."""
     if math.isfinite(peak):
         return
     if peak == -math.inf:
@@ -39,10 +36,7 @@ def check_peak(peak: float, logits: Float32Array) -> None:
 
 
 def truncated_softmax(logits: Float32Array, params: SamplingParams) -> Distribution:
-    """Softmax at ``params.temperature`` (above 0), then cuts (min-p), top-k, top-p, each on what the one before left.
-
-    ``logits`` [V'] are those after bias and penalties. The result is sparse if anything was cut.
-    """
+    """Softmax at a temperature above 0, then cuts, top-k, top-p in turn; sparse if anything was cut."""
     peak = float(logits.max())
     check_peak(peak, logits)
     return cut_softmax(logits, params, peak)
@@ -108,10 +102,7 @@ def top_k_indices(values: Float32Array, k: int) -> Int64Array:
 def _top_p(
     values: Float32Array, params: SamplingParams, peak: float, total: float | None
 ) -> tuple[Int64Array, Float64Array]:
-    """The fewest largest values whose softmax mass is at least top-p in (0, 1) of ``total``, at least one.
-
-    ``values`` [n] are logits, ``peak`` their largest. Gives ascending indices and unnormalised probabilities.
-    """
+    """Indices and masses of the fewest largest of ``values`` [n] that reach top-p of ``total``, at least one."""
     top_p, temperature = params.top_p, params.temperature
     candidates, tail = None, 0.0
     if total is None:

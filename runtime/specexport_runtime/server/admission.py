@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import hmac
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +15,14 @@ from specexport_runtime.server.page import find_page
 from specexport_runtime.server.state import ServerState
 
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
-"""Paths that need no key: they tell nothing of the model."""
+"""Paths that need no key, and no name of ours: they tell nothing of the model."""
+
+BODY_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"})
+"""Paths that read the body of a POST; nobody else's is waited for."""
+
+_PARAMETER = rb'[^\s;,="]+=(?:"(?:[^"\\]|\\.)*"|[^\s;,"]*)'
+_JSON = re.compile(rb"application/json[ \t]*((?:;[ \t]*(?:%s[ \t]*)?)*)" % _PARAMETER)
+_UTF_8 = (b"utf-8", b"utf8", b"us-ascii")
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -34,10 +42,14 @@ class Admission:
     def check(self, scope: Scope, state: ServerState) -> str:
         """Let a request pass, or raise an ``ApiError``; a digest of its API key, empty where no key is needed."""
         headers: Headers = scope["headers"]
-        if self._checks_host:
+        if self._checks_host and scope["path"] not in PUBLIC_PATHS:  # probes come by address, or by no name
             self._check_host(headers)
         owner = ""
-        if self._digests and scope["path"] not in self._public:
+        if scope["path"] in self._public:
+            if scope["method"] not in ("GET", "HEAD"):
+                message = f"{scope['path']!r} does not take {scope['method']}."
+                raise ApiError(405, message, code="method_not_allowed", headers={"Allow": "GET, HEAD"})
+        elif self._digests:
             owner = self._check_key(headers)
         if has_body(headers):
             check_content(headers)
@@ -86,9 +98,9 @@ def has_body(headers: Headers) -> bool:
 def check_content(headers: Headers) -> None:
     """A body must be JSON, or it is an ``ApiError``: a browser asks before it posts that from another origin."""
     kinds = _all(headers, b"content-type")
-    kind, _, rest = kinds[0].partition(b";") if len(kinds) == 1 else (b"", b"", b"")
-    charset = rest.strip().lower().replace(b'"', b"")
-    if kind.strip().lower() != b"application/json" or charset not in (b"", b"charset=utf-8"):
+    match = _JSON.fullmatch(kinds[0].strip().lower()) if len(kinds) == 1 else None
+    parameters = dict(each.split(b"=", 1) for each in re.findall(_PARAMETER, match[1])) if match else {}
+    if match is None or parameters.get(b"charset", b"utf-8").strip(b'"') not in _UTF_8:
         raise ApiError(415, "the body must be JSON: send `Content-Type: application/json`.", code="not_json")
     if any(value.strip().lower() != b"identity" for value in _all(headers, b"content-encoding")):
         raise ApiError(415, "a compressed body is not taken: send it as it is.", code="compressed")

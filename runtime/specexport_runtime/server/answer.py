@@ -2,17 +2,19 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from specexport_runtime.async_engine import AsyncRequest, AsyncSpecEngine
+from specexport_runtime.async_engine import MOST_AT_A_TIME, AsyncRequest, AsyncSpecEngine, Lane
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.requests.results import GenerationResult, StreamChunk, StreamPiece
 from specexport_runtime.server.errors import ApiError, as_api_error, client_gone, timed_out, unavailable
+from specexport_runtime.server.json_text import LongList
 from specexport_runtime.server.log_format import fields
 from specexport_runtime.server.responses import prompt_logprobs_json, prompt_pieces, usage_of
 from specexport_runtime.server.sse import EventStream
@@ -20,6 +22,8 @@ from specexport_runtime.server.token_text import TokenTexts
 from specexport_runtime.server.translate import Plan
 
 _log = logging.getLogger(__name__)
+
+_FEW, _MANY = 2**9, 2**14  # of what is told of tokens: up to two milliseconds, up to sixty
 
 
 class News(NamedTuple):
@@ -32,6 +36,8 @@ class News(NamedTuple):
 
 class AnswerForm(Protocol):
     """JSON of one answer of an endpoint; see ``responses.AnswerFormat``."""
+
+    closes_briefly: bool  # the events that end a stream repeat nothing
 
     def opening(self, index: int, echo: str) -> bytes:
         """The events before the first token of a choice."""
@@ -61,22 +67,28 @@ class AnswerForm(Protocol):
         """An answer that is not streamed."""
 
 
+class Prepared(NamedTuple):
+    """What is known of a request when it was read."""
+
+    plan: Plan
+    form: AnswerForm
+    texts: TokenTexts | None  # needed where the plan asks for log-probabilities
+
+
 class Answer(Response):
     """The answer to one request, made while it is sent."""
 
     def __init__(
         self,
         engine: AsyncSpecEngine,
-        plan: Plan,
-        form: AnswerForm,
+        owner: str,
+        prepare: Callable[[], Awaitable[Prepared]],
         timeout_s: float,  # the request's, waiting included
-        texts: TokenTexts | None = None,  # needed where the plan asks for log-probabilities
     ) -> None:
         super().__init__()
-        self._engine, self._plan, self._form, self._timeout_s = engine, plan, form, timeout_s
-        self._texts = texts
-        self._pieces: list[list[StreamPiece]] = [[] for _ in plan.specs]
-        self._results: list[GenerationResult | None] = [None] * len(plan.specs)
+        self._engine, self._owner, self._prepare, self._timeout_s = engine, owner, prepare, timeout_s
+        self._plan: Plan
+        self._form: AnswerForm
         self._echoed: set[int] = set()  # choices whose echo was told to its end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,6 +97,10 @@ class Answer(Response):
         requests: list[AsyncRequest] = []
         try:
             async with request_life(receive, self._timeout_s):
+                with self._engine.place(self._owner):
+                    self._plan, self._form, self._texts = await self._prepare()
+                self._pieces: list[list[StreamPiece]] = [[] for _ in self._plan.specs]
+                self._results: list[GenerationResult | None] = [None] * len(self._plan.specs)
                 requests = await self._submit()
                 if log is not None:
                     log.follow([request.handle.request for request in requests if request.handle is not None])
@@ -121,10 +137,20 @@ class Answer(Response):
             async for batch in batches:
                 for news in batch:
                     self._take(requests, news)
-        scored = self._plan.scores or self._plan.prompt_logprobs is not None
-        # Those of prompts are as many as the prompts are long: other clients should not wait while they are written.
-        body = await asyncio.to_thread(self._whole, requests) if scored else self._whole(requests)
+        num_entries = self._num_entries()
+        if num_entries <= _FEW:
+            body = self._whole(requests)
+        else:  # other clients should not wait while they are written
+            lane: Lane = "brief" if num_entries <= _MANY else "long"
+            body = await self._engine.aside(partial(self._whole, requests), self._owner, lane=lane, is_taken=True)
         await Response(body, media_type="application/json")(scope, receive, send)
+
+    def _num_entries(self) -> int:
+        """What an answer tells of tokens besides its text; 0 for no more than that."""
+        plan, told = self._plan, sum(map(len, self._pieces))
+        prompts = plan.num_prompt_tokens if plan.scores or plan.prompt_logprobs is not None else 0
+        is_plain = plan.logprobs is None and not plan.origins and plan.conversation is None
+        return prompts * 21 + (0 if is_plain else told * (1 + (plan.logprobs or 0)))
 
     def _whole(self, requests: Sequence[AsyncRequest]) -> bytes:
         """The body of an answer that is not streamed; all choices have ended."""
@@ -145,7 +171,7 @@ class Answer(Response):
             choices.append(self._form.choice(i, text, pieces, result.finish_reason))
         return self._form.whole(choices, self._usage(), self._prompt_logprobs(results))
 
-    def _prompt_logprobs(self, results: Sequence[GenerationResult]) -> list[list[dict[str, Any] | None]] | None:
+    def _prompt_logprobs(self, results: Sequence[GenerationResult]) -> list[LongList] | None:
         """Of each choice's prompt, in vLLM's shape; None where they were not asked for."""
         count, n = self._plan.prompt_logprobs, self._plan.num_choices
         if count is None or self._texts is None:
@@ -169,7 +195,9 @@ class Answer(Response):
                         events.append(self._form.chunk(news.choice, pieces, finish, drafted, usage))
                 if body := b"".join(events):
                     await stream.write(body)
-        await stream.finish(self._form.closing(self._usage()))
+        closing = partial(self._form.closing, self._usage())
+        is_long = self._plan.logprobs is not None and not self._form.closes_briefly
+        await stream.finish(await self._engine.aside(closing, self._owner, is_taken=True) if is_long else closing())
 
     def _rest_of_echo(
         self, requests: Sequence[AsyncRequest], choice: int, pieces: Sequence[StreamPiece], finish: str | None
@@ -219,6 +247,8 @@ async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[News]]:
     if len(requests) == 1:
         async for chunks in requests[0].batches():
             yield [News(0, chunks)]
+            if len(chunks) == MOST_AT_A_TIME:
+                await asyncio.sleep(0)  # what a client did not read for long is not told of in one piece
         yield [News(0, [], ended=True)]
         return
     queue: asyncio.Queue[News] = asyncio.Queue()
@@ -234,10 +264,12 @@ async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[News]]:
     try:
         while left:
             batch = [await queue.get()]
-            while not queue.empty():
+            while not queue.empty() and sum(len(news.chunks) for news in batch) < MOST_AT_A_TIME:
                 batch.append(queue.get_nowait())
             left -= sum(news.ended for news in batch)
             yield batch
+            if not queue.empty():
+                await asyncio.sleep(0)
     finally:
         for task in pumps:
             task.cancel()

@@ -90,20 +90,19 @@ async def _answer_http(request: Request, error: Exception) -> Response:
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health", tags=["status"])
-async def health() -> dict[str, str]:
-    """The process is alive."""
-    return {"status": "ok"}
+async def health(request: Request) -> Response:
+    """The process is alive, and not of no use: 503 asks for its end."""
+    is_dead = state_of(request).status == "dead"
+    return JSONResponse({"status": "dead" if is_dead else "ok"}, 503 if is_dead else 200)
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", tags=["status"])
 async def ready(request: Request) -> Response:
-    """A request would be taken: the model is loaded, and the server is not draining."""
-    state = state_of(request)
-    if state.ready:
-        return JSONResponse({"status": "ready"})
-    word = "draining" if state.draining else "loading"
-    return JSONResponse({"status": word}, 503, headers={"Retry-After": str(_RETRY_AFTER_S)})
+    """A request would be taken: the model is loaded, its engine lives, and the server is not draining."""
+    if (status := state_of(request).status) == "ready":
+        return JSONResponse({"status": status})
+    return JSONResponse({"status": status}, 503, headers={"Retry-After": str(_RETRY_AFTER_S)})
 
 
 @router.get("/metrics", tags=["status"])

@@ -1,7 +1,7 @@
 """``/v1/chat/completions``, and answers of chats that have calls of functions, or thinking."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,15 +11,15 @@ from specexport_runtime.intake.answer_reader import AnswerReader, join_neighbour
 from specexport_runtime.intake.chat_dialect import ChatDialect
 from specexport_runtime.intake.tool_formats.base import Arguments, CallBegin, Content, Event, Reasoning
 from specexport_runtime.requests.results import StreamPiece
+from specexport_runtime.server.answer import AnswerForm
 from specexport_runtime.server.answer_schema import ChatAnswer
-from specexport_runtime.server.completions import make_answer, note_request, owner_of, ready_engine
+from specexport_runtime.server.completions import answer
 from specexport_runtime.server.conversation import Conversation
-from specexport_runtime.server.parsing import parse_body, request_body, responses
+from specexport_runtime.server.parsing import request_body, responses
 from specexport_runtime.server.protocol import ChatRequest
 from specexport_runtime.server.responses import ChatFormat, Header
-from specexport_runtime.server.state import state_of
 from specexport_runtime.server.token_text import TokenTexts
-from specexport_runtime.server.translate import plan_chat
+from specexport_runtime.server.translate import Plan, plan_chat
 
 router = APIRouter(tags=["generation"])
 
@@ -32,14 +32,12 @@ router = APIRouter(tags=["generation"])
 )
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
-    state = state_of(request)
-    engine = ready_engine(state)
-    body = await parse_body(request, ChatRequest)
-    plan = await plan_chat(body, engine, state.config, owner_of(request))
-    note_request(request, state, plan, body)
-    talk = plan.conversation
-    form = ChatFormat if talk is None else partial(PartsFormat, talk)
-    return make_answer(request, state, engine, plan, "chatcmpl-", partial(form, include_usage=plan.include_usage))
+    return await answer(request, "chatcmpl-", ChatRequest, plan_chat, _form_of)
+
+
+def _form_of(_: ChatRequest, plan: Plan) -> Callable[..., AnswerForm]:
+    form = ChatFormat if plan.conversation is None else partial(PartsFormat, plan.conversation)
+    return partial(form, include_usage=plan.include_usage)
 
 
 class PartsFormat(ChatFormat):

@@ -4,22 +4,29 @@ import secrets
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
 from specexport_runtime.async_engine import AsyncSpecEngine
-from specexport_runtime.server.answer import Answer, AnswerForm
+from specexport_runtime.engine import SpecEngine
+from specexport_runtime.server.answer import Answer, AnswerForm, Prepared
 from specexport_runtime.server.answer_schema import CompletionAnswer
+from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import unavailable
-from specexport_runtime.server.parsing import parse_body, request_body, responses
+from specexport_runtime.server.parsing import bytes_of, parse_body, request_body, responses
+from specexport_runtime.server.prompt_tokens import beside
 from specexport_runtime.server.protocol import CompletionRequest, Sampling
 from specexport_runtime.server.request_log import RequestLog
 from specexport_runtime.server.responses import CompletionFormat, Header
 from specexport_runtime.server.state import ServerState, state_of
+from specexport_runtime.server.structured import may_compile
 from specexport_runtime.server.token_text import TokenTexts
 from specexport_runtime.server.translate import Plan, plan_completion
 
 router = APIRouter(tags=["generation"])
+
+Body = TypeVar("Body", bound=Sampling)
 
 
 @router.post(
@@ -30,13 +37,8 @@ router = APIRouter(tags=["generation"])
 )
 async def create_completion(request: Request) -> Response:
     """Complete one prompt or several."""
-    state = state_of(request)
-    engine = ready_engine(state)
-    body = await parse_body(request, CompletionRequest)
-    plan = await plan_completion(body, engine, state.config, owner_of(request))
-    note_request(request, state, plan, body)
-    form = partial(CompletionFormat, include_usage=plan.include_usage)
-    return make_answer(request, state, engine, plan, "cmpl-", form)
+    form_of = lambda _, plan: partial(CompletionFormat, include_usage=plan.include_usage)  # noqa: E731
+    return await answer(request, "cmpl-", CompletionRequest, plan_completion, form_of)
 
 
 def ready_engine(state: ServerState) -> AsyncSpecEngine:
@@ -61,23 +63,33 @@ def note_request(request: Request, state: ServerState, plan: Plan, body: Samplin
         log.user = body.safety_identifier or body.user
 
 
-def make_answer(
+async def answer(
     request: Request,
-    state: ServerState,
-    engine: AsyncSpecEngine,
-    plan: Plan,
     prefix: str,
-    form: Callable[..., AnswerForm],
+    model: type[Body],
+    plan_of: Callable[[Body, SpecEngine, ServerConfig, str], Plan],
+    form_of: Callable[[Body, Plan], Callable[..., AnswerForm]],
 ) -> Answer:
-    """The answer to a request, in the JSON of its endpoint; the answer's id begins with ``prefix``."""
-    name = getattr(request.state, "request_id", None) or secrets.token_hex(12)
-    bundle = engine.engine.fingerprint
-    fingerprint = None if bundle is None else f"fp_{bundle[:12]}"
-    header = Header(f"{prefix}{name}", int(time.time()), plan.model or state.config.model_name, fingerprint)
-    texts = None if plan.logprobs is None and plan.prompt_logprobs is None else _token_texts(request, engine)
-    shown = None if plan.logprobs is None else texts
-    made = form(header, texts=shown, origins=plan.origins)
-    return Answer(engine, plan, made, state.config.request_timeout_s, texts)
+    """The answer to a body of the kind ``model``, in the JSON of its endpoint; its id begins with ``prefix``."""
+    state = state_of(request)
+    service, owner, data = ready_engine(state), owner_of(request), await bytes_of(request)
+
+    def plan(body: Body) -> Prepared:
+        plan = plan_of(body, service.engine, state.config, owner)
+        note_request(request, state, plan, body)
+        name = getattr(request.state, "request_id", None) or secrets.token_hex(12)
+        bundle = service.engine.fingerprint
+        fingerprint = None if bundle is None else f"fp_{bundle[:12]}"
+        header = Header(f"{prefix}{name}", int(time.time()), plan.model or state.config.model_name, fingerprint)
+        texts = None if plan.logprobs is None and plan.prompt_logprobs is None else _token_texts(request, service)
+        shown = None if plan.logprobs is None else texts
+        return Prepared(plan, form_of(body, plan)(header, texts=shown, origins=plan.origins), texts)
+
+    async def prepare() -> Prepared:
+        body = await beside(service, owner, len(data), partial(parse_body, data, model))
+        return await beside(service, owner, len(data), partial(plan, body), compiles=may_compile(body))
+
+    return Answer(service, owner, prepare, state.config.request_timeout_s)
 
 
 def _token_texts(request: Request, engine: AsyncSpecEngine) -> TokenTexts:

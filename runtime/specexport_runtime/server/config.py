@@ -13,7 +13,7 @@ LOG_FORMATS = ("text", "json")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 _COUNTS = ("max_body_bytes", "max_prompts", "max_n", "max_connections")
 _OPTIONAL_COUNTS = ("max_prompt_tokens", "max_tokens", "max_requests_per_key")
-_SECONDS = ("request_timeout_s", "body_timeout_s", "drain_timeout_s", "keep_alive_timeout_s")
+_SECONDS = ("request_timeout_s", "body_timeout_s", "drain_timeout_s", "keep_alive_timeout_s", "stuck_after_s")
 _LONGEST_S = 7 * 86400.0
 _LONGEST_NAME = 256
 
@@ -45,7 +45,8 @@ class ServerConfig:
     request_timeout_s: float = 600.0  # longest that a request may take, waiting included
     body_timeout_s: float = 30.0  # longest that a client may take to send its body
     drain_timeout_s: float = 30.0  # longest that requests may go on after SIGTERM
-    # For one more connection, the one that has rested the longest is closed; where none rests, it is refused with 503.
+    stuck_after_s: float = 60.0  # without a round, while requests are active, after which the engine counts as dead
+    # For one more connection, the one that has rested, or sent its head, the longest is closed; else it gets 503.
     max_connections: int = 1024
     # how long a connection may rest before and between requests, as answers tell clients
     keep_alive_timeout_s: float = 75.0

@@ -26,6 +26,7 @@ LAST_LOOK_S = 0.01
 SPARE_CONNECTIONS = 64
 """Connections above the limit that get an answer; any more are cut off."""
 
+_ANY_LENGTH = 2**62
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
@@ -39,7 +40,7 @@ class BoundedProtocol(HttpToolsProtocol):
         *args: Any,
         settings: ServerConfig,
         overloaded: ASGIApp,  # answers connections above the limit
-        # the server's connections that wait for a first byte of a request; oldest first
+        # the server's connections that wait for a request, or for the rest of its head; oldest first
         resting: "dict[BoundedProtocol, None]",
         **kwargs: Any,
     ) -> None:
@@ -57,10 +58,10 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
-        """Take a connection, if need be in the place of one that rests, or turn it away."""
+        """Take a connection, if need be in the place of one that rests or whose head is slow, or turn it away."""
         super().connection_made(transport)
         if len(self.connections) > self._settings.max_connections:
-            self._take_the_place_of_one_that_rests()
+            self._take_the_place_of_another()
         above = len(self.connections) - self._settings.max_connections
         if above > SPARE_CONNECTIONS:
             transport.abort()
@@ -74,6 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the timers."""
         self._disarm()
+        self._in_head = False
         self._unset_keepalive_if_required()
         self._stop_waiting_for_reader()
         super().connection_lost(exc)
@@ -107,6 +109,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._begun += 1
         self._in_head, self._in_message, self._head_bytes = True, True, 0
         if not self._answering:
+            self._resting[self] = None
             self._arm(HEAD_TIMEOUT_S, self._head_is_late)
 
     def on_headers_complete(self) -> None:
@@ -116,12 +119,15 @@ class BoundedProtocol(HttpToolsProtocol):
         answer: while uvicorn keeps it, it does not read, and would not notice that the client is gone.
         """
         self._in_head = False
+        self._resting.pop(self, None)
         if self._answering:
             self.cycle.keep_alive = False
             self._deaf = True
             return
         self._arm(self._settings.body_timeout_s + LINGER_S, self._abort)
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            _without_chunks(self.cycle)
         self.scope["state"] |= {"abort_connection": self._abort, "keeps_alive": partial(_keeps_alive, self.cycle)}
 
     def on_body(self, body: bytes) -> None:
@@ -167,15 +173,20 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _unset_keepalive_if_required(self) -> None:
         super()._unset_keepalive_if_required()
-        self._resting.pop(self, None)
+        if not self._in_head:
+            self._resting.pop(self, None)
 
-    def _take_the_place_of_one_that_rests(self) -> None:
-        for other in self._resting:
-            if not other.transport.get_write_buffer_size():  # it has sent all of its last answer
-                self.connections.discard(other)
-                other._unset_keepalive_if_required()
-                other.transport.abort()
-                return
+    def _take_the_place_of_another(self) -> None:
+        """Of the one that has rested, or sent the head of a request, for the longest; of one that just came at last."""
+        # One that rests has sent all of its last answer. Of one that just came, what it sent may not have been read.
+        able = [other for other in self._resting if not other.transport.get_write_buffer_size()]
+        known = (other for other in able if other._in_head or other.cycle is not None)
+        if able:
+            other = next(known, able[0])
+            self.connections.discard(other)
+            self._resting.pop(other)
+            other._unset_keepalive_if_required()
+            other.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP; never into the middle of an answer, nor in place of an earlier request's."""
@@ -234,6 +245,22 @@ class BoundedProtocol(HttpToolsProtocol):
 def _keeps_alive(cycle: Any) -> bool:
     """Whether another request may follow an answer: not if a body that was not asked for may be left out."""
     return bool(cycle.keep_alive and not cycle.waiting_for_100_continue)
+
+
+def _without_chunks(cycle: Any) -> None:
+    """For HTTP/1.0, which has no chunks: what has no length ends with the connection."""
+    send = cycle.send
+
+    async def send_plainly(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if all(name.lower() != b"content-length" for name, _ in message["headers"]):
+                cycle.chunked_encoding = False
+                cycle.expected_content_length = _ANY_LENGTH
+        elif cycle.expected_content_length > _ANY_LENGTH // 2 and not message.get("more_body", False):
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn wants none to be left
+        await send(message)
+
+    cycle.send = send_plainly
 
 
 def without_upgrade(data: bytes) -> bytes:

@@ -4,10 +4,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache
 from typing import Any
 
-from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
 from specexport_runtime.intake.answer_reader import AnswerSyntax
@@ -18,12 +17,10 @@ from specexport_runtime.intake.functions import Function, FunctionError, ToolCho
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid, unsupported
-from specexport_runtime.server.prompt_tokens import aside_if_long, encode
+from specexport_runtime.server.parsing import is_deep
+from specexport_runtime.server.prompt_tokens import encode
 from specexport_runtime.server.protocol import ChatRequest, Effort, Message, NamedTool, Tool, ToolCall, join_text
 from specexport_runtime.server.structured import check_strict, form_of
-
-_MESSAGE = 50  # characters that a message costs besides its content
-_TESTS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""", re.IGNORECASE)
 
 
 def dialect_of(engine: SpecEngine, config: ServerConfig) -> ChatDialect:
@@ -59,12 +56,12 @@ class Conversation:
             more = {}
         return more | {"shown_special_tokens": self.dialect.shown_tokens(self.syntax)}
 
-    async def form(self, body: ChatRequest, service: AsyncSpecEngine) -> StructuredOutputs | None:
+    def form(self, body: ChatRequest, engine: SpecEngine) -> StructuredOutputs | None:
         """The form of the answer, checked, and ready in the engine; None for any. ``ApiError`` 400 if it is refused."""
         for i, function in enumerate(self.functions):
             if function.strict:
                 check_strict(function.schema, f"tools[{i}].function.parameters")
-        answer = await form_of(body, service)
+        answer = form_of(body, engine)
         param = "response_format" if body.structured_outputs is None else "structured_outputs"
         try:
             form = self.dialect.form(self.prompt, self.functions, self.choice, answer)
@@ -73,54 +70,50 @@ class Conversation:
         if form is None or (answer is not None and form.kind != "grammar"):
             return form
         try:
-            await service.aside(partial(service.engine.check_form, form))
+            engine.check_form(form)
         except MissingDependencyError as error:
             raise ApiError(400, f"tools: {error}", param="tools", code="unsupported_parameter") from None
         except InvalidRequestError as error:
-            raise await self._blame(service, error) from None
+            raise self._blame(engine, error) from None
         return form
 
-    async def _blame(self, service: AsyncSpecEngine, error: InvalidRequestError) -> ApiError:
+    def _blame(self, engine: SpecEngine, error: InvalidRequestError) -> ApiError:
         """The error of a grammar as that of the schema that is to blame."""
         for i, function in enumerate(self.functions):
             param = f"tools[{i}].function.parameters"
             try:
-                await service.aside(partial(service.engine.check_form, StructuredOutputs(json=function.schema)))
+                engine.check_form(StructuredOutputs(json=function.schema))
             except InvalidRequestError as own:
                 return invalid(param, f"{param}: {own}")
         return invalid("tools", f"tools: {error}")
 
 
-async def read_conversation(body: ChatRequest, service: AsyncSpecEngine, config: ServerConfig) -> Conversation:
+def read_conversation(body: ChatRequest, engine: SpecEngine, config: ServerConfig) -> Conversation:
     """A body of ``/v1/chat/completions`` as a prompt, and how to read its answer; ApiError 400 names the parameter."""
-    dialect = dialect_of(service.engine, config)
+    dialect = dialect_of(engine, config)
     functions, choice = _functions(body, dialect)
     arguments = template_arguments(dialect.template, body.reasoning_effort, body.chat_template_kwargs)
-    prompt, ids = await read_prompt(service, dialect, body.messages, functions, arguments)
+    prompt, ids = read_prompt(engine, config, dialect, body.messages, functions, arguments)
     return Conversation(dialect, prompt, ids, functions, choice, dialect.syntax(prompt, functions, choice))
 
 
-async def read_prompt(
-    service: AsyncSpecEngine,
+def read_prompt(
+    engine: SpecEngine,
+    config: ServerConfig,
     dialect: ChatDialect,
     messages: Sequence[Message],
     functions: Sequence[Function],
     template_arguments: Mapping[str, Any] | None,
 ) -> tuple[str, list[int]]:
-    """The prompt of a conversation: its text, and its tokens, of any length; ``ApiError`` 400 names the parameter."""
+    """The prompt of a conversation: its text, and its tokens; ``ApiError`` 400 names the parameter."""
     try:
         check_template_arguments(dialect.template, template_arguments or {})
     except InvalidRequestError as error:
         raise invalid("chat_template_kwargs", f"chat_template_kwargs: {error}") from None
     told, tools = chat_messages(messages, dialect), [each.tool for each in functions]
-    length = sum(len(join_text(item.content or "")) + _MESSAGE for item in messages) + 4 * _MESSAGE * len(tools)
-
-    def write() -> tuple[str, list[int]]:
-        text = dialect.render(told, tools, template_arguments)
-        return text, encode(service.engine, text, add_special_tokens=False)
-
     try:
-        return await aside_if_long(service, length, write)
+        text = dialect.render(told, tools, template_arguments)
+        return text, encode(engine, text, "messages", config.max_prompt_tokens, add_special_tokens=False)
     except UnwrittenError as error:
         raise invalid(error.param, str(error)) from None
     except InvalidRequestError as error:
@@ -195,12 +188,17 @@ def _content(item: Message, where: str, dialect: ChatDialect) -> str | list[dict
         return ""
     if item.role == "assistant":
         # Most templates want a text here. Some tell calls by a content that is none: they ask for it.
-        return None if item.tool_calls and _TESTS_FOR_NONE.search(dialect.template) else ""
+        return None if item.tool_calls and _tests_for_none(dialect.template) else ""
     if "content" not in item.model_fields_set:
         raise ApiError(400, f"{param} is missing.", param=param, code="missing_required_parameter")
     if item.content is not None:
         raise invalid(param, f"{param} has no parts.")
     raise invalid(param, f"{param} is null: that is for messages of the assistant.")
+
+
+@lru_cache(maxsize=8)
+def _tests_for_none(template: str) -> bool:
+    return re.search(r"""content['"]?\]?\s+is\s+(not\s+)?none""", template, re.IGNORECASE) is not None
 
 
 def _called(call: ToolCall, where: str) -> dict[str, Any]:
@@ -209,8 +207,8 @@ def _called(call: ToolCall, where: str) -> dict[str, Any]:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
         arguments = None
-    if not isinstance(arguments, dict):
-        raise invalid(param, f"{param} is no JSON object.")
+    if not isinstance(arguments, dict) or is_deep(arguments):
+        raise invalid(param, f"{param} is no JSON object, or nested too deeply.")
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from specexport_runtime.errors import (
     EngineClosedError,
+    EngineDeadError,
     InvalidRequestError,
     OwnerLimitError,
     QueueFullError,
@@ -42,7 +43,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         421: "The Host header names another server.",
         429: "Too many requests wait, or are of this key; try again later.",
         500: "The server failed.",
-        503: "The server is loading or shutting down; try again later.",
+        503: "The server is loading, shutting down or broken; try again later, or another one.",
         504: "The request took too long.",
     }.items()
 }
@@ -84,6 +85,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, QueueFullError):
         code = "rate_limit_exceeded" if isinstance(error, OwnerLimitError) else "queue_full"
         return ApiError(429, str(error), kind="rate_limit_error", code=code, headers={"Retry-After": "1"})
+    if isinstance(error, EngineDeadError):
+        return unavailable("engine_dead", "The engine has failed, and the server must be started again.")
     if isinstance(error, EngineClosedError):
         return unavailable("draining", "The server is shutting down.")
     code = "request_failed" if isinstance(error, SpecexportError) else "internal_error"
@@ -91,7 +94,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def unavailable(code: str, message: str) -> ApiError:
-    """503: the server is loading, or shutting down."""
+    """503: the server is loading, shutting down, or broken."""
     return ApiError(503, message, kind="service_unavailable", code=code, headers={"Retry-After": "5"})
 
 

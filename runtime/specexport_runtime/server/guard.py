@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specexport_runtime.server.admission import Admission, ClientGoneError, has_body, read_body, replay
+from specexport_runtime.server.admission import BODY_PATHS, Admission, ClientGoneError, has_body, read_body, replay
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, as_api_error, timed_out, unavailable
 from specexport_runtime.server.log_format import fields
@@ -55,7 +55,7 @@ class Guard:
         exchange = _Exchange(scope, send, self._state, int(self._config.keep_alive_timeout_s))
         try:
             scope["state"]["owner"] = self._admission.check(scope, self._state)
-            if has_body(scope["headers"]):
+            if scope["method"] == "POST" and scope["path"] in BODY_PATHS and has_body(scope["headers"]):
                 receive = replay(await read_body(receive, self._config), receive)
             await self._run(exchange, receive)
         except ClientGoneError:

@@ -1,6 +1,8 @@
 """From bytes to a checked body: JSON without its loopholes, and one short message for what is wrong."""
 
+import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args
@@ -26,16 +28,25 @@ _WANTED = {
 _FORMS = {"prompt", "stop", "num_speculative_tokens", "tree_size"}
 """Parameters of several forms: which one was meant is not known, so that what is wrong is told of the whole."""
 _INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
-_MAX_KEYS = 1024  # of one object; a logit_bias may have many
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""What a half of a surrogate pair is written with, if it is one."""
+MAX_DEPTH = 512
+MAX_OBJECTS = 2**14  # of a body, and lists: 4,096 messages of three parts have as many
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
+_MAX_KEYS = 2**13  # of one object: OpenAI's schemas have up to 5,000 properties
 _SHOWN = 100  # characters of a name or a value that a message repeats
 
 
-async def parse_body(request: Request, model: type[Body]) -> Body:
-    """The body of a request; ``ApiError`` names the parameter that is not what ``model`` says."""
+async def bytes_of(request: Request) -> bytes:
+    """The body of a request as it came; ``ApiError`` 499 if the client goes away before its end."""
     try:
-        data = await request.body()
+        return await request.body()
     except ClientDisconnect:
         raise client_gone() from None
+
+
+def parse_body(data: bytes, model: type[Body]) -> Body:
+    """The body of a request; ``ApiError`` names the parameter that is not what ``model`` says."""
     value = parse_json(data)
     try:
         return model.model_validate(value)
@@ -47,6 +58,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """A JSON object as the standard has it: UTF-8, no key twice, no NaN, no half characters; else an ``ApiError``."""
     try:
         text = data.decode("utf-8")
+        if _most_brackets(text) > MAX_OBJECTS and _most_brackets(_STRING.sub("", text)) > MAX_OBJECTS:
+            raise _not_json(f"The body has more than {MAX_OBJECTS} objects, or lists.")
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except UnicodeDecodeError:
         raise _not_json("The body is not UTF-8.") from None
@@ -58,9 +71,26 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise _not_json("The body has a number that is too long.") from None
     if not isinstance(value, dict):
         raise _not_json("The body must be a JSON object.")
-    if "\\u" in text:
-        _check_surrogates(value, ())
+    if text.count("{") + text.count("[") > MAX_DEPTH and is_deep(value):
+        raise _not_json("The body is nested too deeply.")
+    if _HALF.search(text):
+        _check_surrogates(value)
     return value
+
+
+def _most_brackets(text: str) -> int:
+    return max(text.count("["), text.count("{"))
+
+
+def is_deep(value: Any) -> bool:
+    """Whether JSON is nested so deeply that what reads it may run out of stack; any thread and version of Python."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = itertools.chain.from_iterable([each.values() if isinstance(each, dict) else each for each in level])
+        level = [item for item in inner if isinstance(item, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def _not_json(message: str) -> ApiError:
@@ -81,20 +111,21 @@ def _refuse_constant(name: str) -> NoReturn:
     raise _not_json(f"The body is not JSON: {name} is no number.")
 
 
-def _check_surrogates(value: Any, path: tuple[str | int, ...]) -> None:
+def _check_surrogates(value: dict[str, Any]) -> None:
     """Refuse halves of surrogate pairs: they are no text, and no tokenizer takes them."""
-    if isinstance(value, str):
-        if _clean(value) != value:
-            param = _path(path)
-            message = f"{param or 'A key'} has half a surrogate pair, which is no text."
-            raise ApiError(400, message, param=param or None, code="invalid_unicode")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _check_surrogates(key, path)
-            _check_surrogates(item, (*path, key))
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            _check_surrogates(item, (*path, i))
+    todo: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
+    while todo:
+        path, item = todo.pop()
+        if isinstance(item, str):
+            if _clean(item) != item:
+                param = _path(path)
+                message = f"{param or 'A key'} has half a surrogate pair, which is no text."
+                raise ApiError(400, message, param=param or None, code="invalid_unicode")
+        elif isinstance(item, dict):
+            for key, each in reversed(item.items()):
+                todo += [((*path, key), each), (path, key)]
+        elif isinstance(item, list):
+            todo += [((*path, i), each) for i, each in reversed([*enumerate(item)])]
 
 
 def _clean(text: str) -> str:
@@ -116,7 +147,8 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
         return ApiError(400, f"There is no parameter {param}.", param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(400, f"{param} is missing.", param=param, code="missing_required_parameter")
-    given = _short(json.dumps(_value_at(body, path), ensure_ascii=False))
+    parts = json.JSONEncoder(ensure_ascii=False).iterencode(_value_at(body, path))
+    given = _short("".join(itertools.islice(parts, _SHOWN + 1)))  # of what may be a megabyte
     if refused:
         better = _INSTEAD.get(str(path[0]))
         fix = f"use {better}" if better else "leave it out"

@@ -3,36 +3,57 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.async_engine import AsyncSpecEngine, Lane
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.results import Prompt
+from specexport_runtime.requests.token_bytes import ids_of, longest_token
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid, over_limit, shown
 
 T = TypeVar("T")
 
-_LONG_TEXT = 2000  # characters; longer texts are tokenized on another thread
+_SHORT, _LONG = 2000, 2**15
+"""Bytes of a body: shorter ones are worked on at once, longer ones among those that take long."""
 
 
-async def aside_if_long(service: AsyncSpecEngine, length: int, work: Callable[[], T]) -> T:
-    """The result of work on a text of so many characters, which must not keep the other clients waiting."""
-    return await service.aside(work) if length > _LONG_TEXT else work()
+async def beside(
+    service: AsyncSpecEngine, owner: str, length: int, work: Callable[[], T], *, compiles: bool = False
+) -> T:
+    """The result of work on a body of so many bytes, done where it keeps no other client waiting."""
+    if length <= _SHORT and not compiles:
+        return work()
+    lane: Lane = "forms" if compiles else "brief" if length <= _LONG else "long"
+    return await service.aside(work, owner, lane=lane)
 
 
-def encode(engine: SpecEngine, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a prompt of any length; nothing is checked."""
+def encode(
+    engine: SpecEngine, prompt: Prompt, source: str, most: int | None = None, *, add_special_tokens: bool = True
+) -> list[int]:
+    """Token ids of a prompt; ``ApiError`` 400 names ``source`` if they must be more than ``most``, by its length."""
     if not isinstance(prompt, str):
         return list(prompt)
-    ids: list[int] = engine.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
-    return ids
+    most = engine.max_model_len if most is None else min(most, engine.max_model_len)
+    longest = longest_token(engine.tokenizer)
+    if longest is not None and (least := -(-len(prompt) // longest)) > most:
+        if most < engine.max_model_len:
+            raise over_limit(source, f"{source} of at least {least} tokens", most)
+        raise _too_long(engine, source, f"{source} has at least {least} tokens")
+    return ids_of(engine.tokenizer, prompt, add_special_tokens=add_special_tokens)
+
+
+def check_length(engine: SpecEngine, config: ServerConfig, source: str, ids: list[int]) -> None:
+    """Refuse more tokens than the server or the engine takes; ``ApiError`` 400 names ``source``."""
+    if config.max_prompt_tokens is not None and len(ids) > config.max_prompt_tokens:
+        raise over_limit(source, f"{source} of {len(ids)} tokens", config.max_prompt_tokens)
+    if len(ids) > engine.max_model_len:
+        raise _too_long(engine, source, f"{source} has {len(ids)} tokens")
 
 
 def check_prompt(engine: SpecEngine, config: ServerConfig, source: str, ids: list[int]) -> None:
     """Refuse a prompt that the server or the engine does not take; ``ApiError`` 400 names ``source``."""
-    if config.max_prompt_tokens is not None and len(ids) > config.max_prompt_tokens:
-        raise over_limit(source, f"{source} of {len(ids)} tokens", config.max_prompt_tokens)
-    if len(ids) >= engine.max_model_len:
+    check_length(engine, config, source, ids)
+    if len(ids) == engine.max_model_len:
         raise _too_long(engine, source, f"{source} has {len(ids)} tokens")
     try:
         engine.encode(ids)

@@ -10,13 +10,14 @@ from specexport_runtime.requests.stats import RequestStats, sum_by_drafter, sum_
 from specexport_runtime.sampling.logprobs import TokenLogprobs
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.server.errors import ApiError
+from specexport_runtime.server.json_text import LongList, json_text
 from specexport_runtime.server.sse import DONE, event
 from specexport_runtime.server.token_text import TokenTexts
 
 _text = json.encoder.encode_basestring_ascii
 
 MAX_ENTRIES = 2**20
-"""Most log-probabilities of prompts in one answer, alternatives included: a hundred megabytes while it is made."""
+"""Most log-probabilities in one answer, alternatives included; as many again of prompts: a hundred megabytes each."""
 
 
 class Header(NamedTuple):
@@ -34,6 +35,7 @@ class AnswerFormat(ABC):
     ``texts`` are None for no log-probabilities; ``include_usage`` gives every chunk a key ``usage``, as OpenAI's.
     """
 
+    closes_briefly = True
     whole_object: str
     chunk_object: str
 
@@ -69,7 +71,7 @@ class AnswerFormat(ABC):
     ) -> bytes:
         """An event of one choice; arguments as :meth:`chunk`, ``delta`` is its JSON text."""
         more = "" if finish is None else f'"{finish}"'
-        logprobs = "null" if self._texts is None or not pieces else json.dumps(self._logprobs(pieces))
+        logprobs = "null" if self._texts is None or not pieces else json_text(self._logprobs(pieces))
         origins = f',"tokens":{json.dumps(origins_of(pieces))},"drafted":{drafted}' if self._origins else ""
         body = f'{delta},"logprobs":{logprobs},"finish_reason":{more or "null"}{origins}'
         after = self._after if usage is None else f'}}],"usage":{json.dumps(usage)}}}\n\n'
@@ -100,7 +102,7 @@ class AnswerFormat(ABC):
     ) -> dict[str, Any]:
         logprobs = None if self._texts is None else self._logprobs(pieces)
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
-        return choice | ({"tokens": origins_of(pieces)} if self._origins else {})
+        return choice | ({"tokens": origin_rows(pieces)} if self._origins else {})
 
     def whole(
         self, choices: list[dict[str, Any]], usage: dict[str, Any], prompt_logprobs: list[Any] | None = None
@@ -109,7 +111,7 @@ class AnswerFormat(ABC):
         answer = self._head(self.whole_object) | {"choices": choices, "usage": usage}
         if prompt_logprobs is not None:
             self._place(prompt_logprobs, answer)
-        return json.dumps(answer).encode()
+        return json_text(answer).encode()
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"object": kind, **self._header._asdict()}
@@ -171,7 +173,8 @@ class CompletionFormat(AnswerFormat):
                 top.setdefault(name, finite(value))  # the likelier one of two that read the same
             values.append(finite(piece.logprobs.logprob))
             tops.append(top)
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        told = LongList(len(tops), lambda begin, end: tops[begin:end])
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": told, "text_offset": offsets}
 
 
 class ChatFormat(AnswerFormat):
@@ -193,7 +196,7 @@ class ChatFormat(AnswerFormat):
         answer["prompt_logprobs"] = prompt_logprobs[0]  # a chat has one prompt
 
     def _logprobs_of(self, pieces: Sequence[StreamPiece], texts: TokenTexts) -> dict[str, Any]:
-        return {"content": chat_logprobs(pieces, texts), "refusal": None}
+        return {"content": chat_rows(pieces, texts), "refusal": None}
 
 
 def _as_first(name: str, shown: str, *, is_shown: bool) -> str:
@@ -226,6 +229,11 @@ def usage_of(num_prompt_tokens: int, stats: Sequence[RequestStats], cached_token
     }
 
 
+def origin_rows(pieces: Sequence[StreamPiece]) -> LongList:
+    """Where each token came from, made when it is written."""
+    return LongList(len(pieces), lambda begin, end: origins_of(pieces[begin:end]))
+
+
 def origins_of(pieces: Sequence[StreamPiece]) -> list[dict[str, Any]]:
     """Where each token came from."""
     return [
@@ -234,6 +242,11 @@ def origins_of(pieces: Sequence[StreamPiece]) -> list[dict[str, Any]]:
         | ({"branch": True} if piece.is_branch else {})
         for piece in pieces
     ]
+
+
+def chat_rows(pieces: Sequence[StreamPiece], texts: TokenTexts) -> LongList:
+    """Log-probabilities of tokens as chats have them, made when they are written: they take ten times their JSON."""
+    return LongList(len(pieces), lambda begin, end: chat_logprobs(pieces[begin:end], texts))
 
 
 def chat_logprobs(pieces: Sequence[StreamPiece], texts: TokenTexts) -> list[dict[str, Any]]:
@@ -256,14 +269,19 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def check_entries(param: str, num_prompt_tokens: int, alternatives: int) -> None:
+def most_tokens(num_choices: int, alternatives: int) -> int:
+    """Tokens of each choice whose log-probabilities an answer holds."""
+    return MAX_ENTRIES // (num_choices * (1 + alternatives))
+
+
+def check_entries(param: str, what: str, num_tokens: int, alternatives: int) -> None:
     """Refuse (``ApiError`` 400, for ``param``) log-probabilities that would not fit into the server's memory."""
-    count = num_prompt_tokens * (1 + alternatives)
+    count = num_tokens * (1 + alternatives)
     if count > MAX_ENTRIES:
         raise ApiError(
             400,
-            f"{param}: {num_prompt_tokens} prompt tokens with {alternatives} alternatives each are {count} "
-            f"log-probabilities; an answer holds {MAX_ENTRIES}: send fewer prompts, or ask for fewer alternatives.",
+            f"{param}: {num_tokens} {what} with {alternatives} alternatives each are {count} "
+            f"log-probabilities; an answer holds {MAX_ENTRIES}: ask for fewer tokens, or alternatives.",
             param=param,
             code="limit_exceeded",
         )
@@ -281,11 +299,13 @@ def prompt_pieces(
     return pieces
 
 
-def prompt_logprobs_json(
-    entries: Sequence[TokenLogprobs | None], texts: TokenTexts, alternatives: int
-) -> list[dict[str, Any] | None]:
+def prompt_logprobs_json(entries: Sequence[TokenLogprobs | None], texts: TokenTexts, alternatives: int) -> LongList:
     """The ``prompt_logprobs`` of vLLM: None, then a dict for each: the prompt's own token, and the likeliest."""
-    return [None if entry is None else _token_json(entry, texts, alternatives) for entry in entries]
+
+    def made(begin: int, end: int) -> list[Any]:
+        return [None if each is None else _token_json(each, texts, alternatives) for each in entries[begin:end]]
+
+    return LongList(len(entries), made)
 
 
 def _token_json(entry: TokenLogprobs, texts: TokenTexts, alternatives: int) -> dict[str, Any]:

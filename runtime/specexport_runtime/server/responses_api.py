@@ -6,12 +6,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.engine import SpecEngine
 from specexport_runtime.intake.functions import MAX_FUNCTIONS
-from specexport_runtime.server.completions import make_answer, note_request, owner_of, ready_engine
+from specexport_runtime.server.completions import answer
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid, over_limit, unsupported
-from specexport_runtime.server.parsing import parse_body, request_body, responses
+from specexport_runtime.server.parsing import request_body, responses
 from specexport_runtime.server.protocol import MAX_ITEMS, ChatRequest, Sampling
 from specexport_runtime.server.responses_format import ResponsesFormat
 from specexport_runtime.server.responses_protocol import (
@@ -26,7 +26,6 @@ from specexport_runtime.server.responses_protocol import (
     ResponsesRequest,
 )
 from specexport_runtime.server.responses_schema import ResponseAnswer
-from specexport_runtime.server.state import state_of
 from specexport_runtime.server.translate import Plan, plan_chat
 
 _NAMES = {
@@ -36,6 +35,7 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "tool_choice.function": "tool_choice",
     "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
 }
 """Parameters of a chat, and what they are called here."""
 
@@ -168,17 +168,11 @@ def _response_format(body: ResponsesRequest) -> Any:
 )
 async def create_response(request: Request) -> Response:
     """Answer a text, or a conversation."""
-    state = state_of(request)
-    engine = ready_engine(state)
-    body = await parse_body(request, ResponsesRequest)
-    plan = await plan_response(body, engine, state.config, owner_of(request))
-    note_request(request, state, plan, body)
-    return make_answer(request, state, engine, plan, "resp_", partial(ResponsesFormat, body, plan.conversation))
+    form_of = lambda body, plan: partial(ResponsesFormat, body, plan.conversation)  # noqa: E731
+    return await answer(request, "resp_", ResponsesRequest, plan_response, form_of)
 
 
-async def plan_response(
-    body: ResponsesRequest, service: AsyncSpecEngine, config: ServerConfig, owner: str = ""
-) -> Plan:
+def plan_response(body: ResponsesRequest, engine: SpecEngine, config: ServerConfig, owner: str = "") -> Plan:
     """The request of a body of ``/v1/responses`` (ApiError 400); ``owner`` keeps what is remembered apart."""
     if body.top_logprobs and not body.wants_logprobs:
         raise invalid("top_logprobs", f'top_logprobs needs include: ["{LOGPROBS}"].')
@@ -186,7 +180,7 @@ async def plan_response(
         raise invalid("stream_options", "stream_options needs stream: true.")
     chat = ResponseAsChat(body)
     try:
-        plan = await plan_chat(chat.request, service, config, owner)
+        plan = plan_chat(chat.request, engine, config, owner)
     except ApiError as error:
         raise chat.renamed(error) from None
     if plan.conversation is not None:

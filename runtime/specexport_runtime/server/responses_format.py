@@ -11,7 +11,8 @@ from specexport_runtime.intake.tool_formats.base import Content, Event
 from specexport_runtime.requests.results import StreamPiece
 from specexport_runtime.server.conversation import Conversation
 from specexport_runtime.server.errors import ApiError
-from specexport_runtime.server.responses import Header, chat_logprobs, origins_of
+from specexport_runtime.server.json_text import json_text
+from specexport_runtime.server.responses import Header, chat_rows, origin_rows, origins_of
 from specexport_runtime.server.responses_items import MessageItem, OutputItems, Told
 from specexport_runtime.server.responses_protocol import ResponsesRequest
 from specexport_runtime.server.sse import named_event
@@ -25,6 +26,8 @@ class ResponsesFormat:
 
     ``conversation`` is None for answers of one message, ``texts`` for no log-probabilities.
     """
+
+    closes_briefly = False
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class ResponsesFormat:
         self._note(message, pieces)
         if not pieces or not (text or self._origins or self._texts):
             return b""
-        logprobs = "[]" if self._texts is None else json.dumps(chat_logprobs(pieces, self._texts))
+        logprobs = "[]" if self._texts is None else json_text(chat_rows(pieces, self._texts))
         more = f',"tokens":{json.dumps(origins_of(pieces))},"drafted":{drafted}' if self._origins else ""
         if not self._before_delta:
             where = json.dumps(message.where, separators=(",", ":"))[1:-1]
@@ -126,15 +129,16 @@ class ResponsesFormat:
         prompt_logprobs: list[Any] | None = None,  # noqa: ARG002  # there is no such parameter
     ) -> bytes:
         """An answer that is not streamed."""
-        return json.dumps(self._response(self._status(), usage)).encode()
+        return json_text(self._response(self._status(), usage)).encode()
 
     def _note(self, message: MessageItem, pieces: Sequence[StreamPiece]) -> None:
         """Remember what is told of each token."""
+        if self._texts is not None or self._origins:
+            message.pieces += pieces
         if self._texts is not None:
-            message.logprobs += chat_logprobs(pieces, self._texts)
+            message.logprobs = chat_rows(message.pieces, self._texts)
         if self._origins:
-            message.origins = message.origins or []
-            message.origins += origins_of(pieces)
+            message.origins = origin_rows(message.pieces)
 
     def _status(self) -> str:
         return "incomplete" if self._finish == "length" else "completed"

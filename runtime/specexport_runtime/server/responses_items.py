@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from specexport_runtime.intake.answer_reader import join_neighbours
 from specexport_runtime.intake.tool_formats.base import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
+from specexport_runtime.requests.results import StreamPiece
+from specexport_runtime.server.json_text import LongList
 
 Told = tuple[str, dict[str, Any]]
 """An event: its type, and its values."""
@@ -96,8 +98,9 @@ class MessageItem(_WithPart):
 
     def __init__(self, item_id: str, index: int) -> None:
         super().__init__(item_id, index)
-        self.logprobs: list[dict[str, Any]] = []
-        self.origins: list[dict[str, Any]] | None = None
+        self.pieces: list[StreamPiece] = []  # tokens of which more is told than their text
+        self.logprobs = LongList(0, lambda _begin, _end: [])
+        self.origins: LongList | None = None
 
     def grown(self, text: str) -> Told:
         """See ``OutputItem.grown``."""

@@ -1,12 +1,13 @@
 """Server-sent events, written by hand: eight clients want one every few milliseconds."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.types import Send
+
+from specexport_runtime.server.json_text import json_text
 
 DONE = b"data: [DONE]\n\n"
 SILENCE_S = 10.0
@@ -21,7 +22,7 @@ _HEADERS = [
 
 def event(value: Any) -> bytes:
     """One event that holds JSON."""
-    return b"data: %s\n\n" % json.dumps(value, separators=(",", ":")).encode()
+    return b"data: %s\n\n" % json_text(value, (",", ":")).encode()
 
 
 def named_event(name: str, value: Any) -> bytes:

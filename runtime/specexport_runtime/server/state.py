@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specexport_runtime.async_engine import AsyncSpecEngine
-from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.errors import EngineDeadError, InvalidRequestError
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.watch.never_accepted import NeverAccepted
 
@@ -27,10 +27,19 @@ class ServerState:
     draining: bool = False  # no request is admitted any more
     started: int = 0  # when it was made, seconds since the epoch
 
+    _said_dead: bool = False
+
     @property
-    def ready(self) -> bool:
-        """Whether a request would be taken."""
-        return self.engine is not None and not self.draining
+    def status(self) -> str:
+        """``"ready"`` if a request would be taken, else ``"loading"``, ``"draining"``, or ``"dead"``."""
+        if self.engine is None:
+            return "draining" if self.draining else "loading"
+        trouble = self.engine.engine.trouble
+        is_dead = trouble is not None and (isinstance(trouble, EngineDeadError) or not self.draining)
+        if is_dead and not self._said_dead:
+            _log.error("the engine is dead: %s", trouble)
+        self._said_dead = is_dead
+        return "dead" if is_dead else "draining" if self.draining else "ready"
 
     def use_engine(self, engine: AsyncSpecEngine) -> None:
         """Answer with an engine from now on, and watch it; the model's name must not be one of its LoRA adapters'."""
@@ -42,6 +51,7 @@ class ServerState:
         if self.metrics is not None:
             self.metrics.attach(engine.engine)
         engine.max_requests_per_owner = self.config.per_key_limit(engine.engine.max_num_seqs)
+        engine.engine.stuck_after_s = self.config.stuck_after_s
         engine.engine.add_observer(NeverAccepted(_log.warning))
         self.engine = engine
 

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
+from specexport_runtime.sampling.schema_rules import Place
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.server.errors import ApiError, invalid
-from specexport_runtime.server.protocol import Choices, JsonObjectFormat, JsonSchemaFormat
+from specexport_runtime.server.protocol import Choices, JsonObjectFormat, JsonSchemaFormat, Sampling
 
 MAX_DEPTH = 10
 MAX_PROPERTIES = 5000
@@ -15,18 +16,25 @@ MAX_ENUM_VALUES = 1000
 """OpenAI's limits of a strict schema."""
 
 
-async def form_of(body: Choices, service: AsyncSpecEngine) -> StructuredOutputs | None:
+def form_of(body: Choices, engine: SpecEngine) -> StructuredOutputs | None:
     """The form that a body asks for, checked, and ready in the engine; None for none. ``ApiError`` 400 if refused."""
     form, param = _asked(body)
     if form is None:
         return None
     try:
-        await service.aside(lambda: service.engine.check_form(form))
+        engine.check_form(form)
     except InvalidRequestError as error:
         raise invalid(param, f"{param}: {error}") from None
     except MissingDependencyError as error:
         raise ApiError(400, f"{param}: {error}", param=param, code="unsupported_parameter") from None
     return form
+
+
+def may_compile(body: Sampling) -> bool:
+    """Whether a form is compiled for a body, which may take seconds."""
+    strict = [tool for tool in getattr(body, "tools", None) or () if getattr(tool, "function", tool).strict]
+    asked = [getattr(body, name, None) for name in ("structured_outputs", "response_format", "text")]
+    return bool(strict) or any(asked) or getattr(body, "tool_choice", None) not in (None, "none", "auto")
 
 
 def _asked(body: Choices) -> tuple[StructuredOutputs | None, str]:
@@ -46,12 +54,13 @@ def _asked(body: Choices) -> tuple[StructuredOutputs | None, str]:
         param, schema = "response_format.json_schema.schema", asked.json_schema.schema_
         if schema is None:
             raise invalid(param, f"{param} is missing.")
-        if asked.json_schema.strict:
-            check_strict(schema, param)
         try:
-            return StructuredOutputs(json=schema), param
+            form = StructuredOutputs(json=schema)
         except InvalidRequestError as error:
             raise invalid(param, str(error)) from None
+        if asked.json_schema.strict:  # behind the check of its size
+            check_strict(schema, param)
+        return form, param
     return None, ""
 
 
@@ -60,7 +69,7 @@ def check_strict(schema: Mapping[str, Any], param: str) -> None:
     if schema.get("type") != "object" or "anyOf" in schema:
         raise invalid(param, f"{param}: the root of a strict schema is of type 'object', and has no anyOf.")
     properties = values = 0
-    for where, part, depth in _parts(schema, param, 1):
+    for where, part, depth in _parts(schema, param):
         if depth > MAX_DEPTH:
             raise invalid(param, f"{where}: a strict schema has at most {MAX_DEPTH} levels.")
         own = part.get("properties")
@@ -84,9 +93,9 @@ def check_strict(schema: Mapping[str, Any], param: str) -> None:
         )
 
 
-def _parts(schema: Any, where: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+def _parts(schema: Any, param: str) -> Iterator[tuple[Place, Mapping[str, Any], int]]:
     """All schemas within a schema: where, the schema, and how deep."""
-    todo = [(where, schema, depth)]
+    todo: list[tuple[Place, Any, int]] = [(Place(None, param), schema, 1)]
     while todo:
         at, part, level = todo.pop()
         if not isinstance(part, Mapping):
@@ -97,9 +106,9 @@ def _parts(schema: Any, where: str, depth: int) -> Iterator[tuple[str, Mapping[s
         for key in ("properties", "$defs", "definitions"):
             inner = part.get(key)
             if isinstance(inner, Mapping):
-                todo += [(f"{at}.{key}.{name}", each, level + 1) for name, each in inner.items()]
+                todo += [(Place(Place(at, key), name), each, level + 1) for name, each in inner.items()]
         for key in ("anyOf", "allOf", "oneOf"):
             if isinstance(part.get(key), list):
-                todo += [(f"{at}.{key}[{i}]", each, level) for i, each in enumerate(part[key])]
+                todo += [(Place(at, f"{key}[{i}]"), each, level) for i, each in enumerate(part[key])]
         if "items" in part:
-            todo.append((f"{at}.items", part["items"], level + 1))
+            todo.append((Place(at, "items"), part["items"], level + 1))

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from specexport_runtime.bundle.tokenizer_load import TWIN_MARK
 from specexport_runtime.requests.text import TextStream
-from specexport_runtime.requests.token_bytes import BYTE_TOKEN, byte_of_char, decoder_steps
+from specexport_runtime.requests.token_bytes import BYTE_TOKEN, byte_of_char, decoder_steps, name_of
 from specexport_runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ class TokenTexts:
         self._tokenizer = tokenizer
         kinds = {step["type"] for step in decoder_steps(tokenizer)}
         self._is_byte_level, self._has_byte_tokens = "ByteLevel" in kinds, "ByteFallback" in kinds
-        self._added = {token: str(added) for token, added in _added_tokens(tokenizer).items()}
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token: str(each.content).rstrip(TWIN_MARK) for token, each in added.items()}
         self._known: dict[int, TokenText] = {}
 
     def __getitem__(self, token: int) -> TokenText:
@@ -41,7 +43,7 @@ class TokenTexts:
     def _bytes(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token].encode()
-        name = self._tokenizer.id_to_token(token)
+        name = name_of(self._tokenizer, token)
         if name is None:
             return b""  # a row of the LM head without a token
         if self._is_byte_level and all(char in byte_of_char() for char in name):
@@ -55,10 +57,6 @@ class TokenTexts:
         one, two = (self._tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
         added: str = two[len(one) :] if two.startswith(one) else one
         return added
-
-
-def _added_tokens(tokenizer: "Tokenizer") -> dict[int, str]:
-    return {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
 
 
 def _token_text(data: bytes) -> TokenText:

@@ -1,27 +1,26 @@
 """From a checked body to requests of the engine; what the server or the engine does not take is refused here."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.intake.drafting import RequestOptions, RequestSpec
 from specexport_runtime.requests.results import as_prompts
 from specexport_runtime.requests.text import TextStream
+from specexport_runtime.requests.token_bytes import text_of
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import Conversation, read_conversation
 from specexport_runtime.server.errors import invalid, over_limit, shown, unsupported
 from specexport_runtime.server.models import adapter_of
 from specexport_runtime.server.prompt_tokens import (
-    aside_if_long,
     check_prompt,
     check_reference,
     encode,
     max_tokens_of,
 )
 from specexport_runtime.server.protocol import ChatRequest, Choices, CompletionRequest, Sampling, join_text
-from specexport_runtime.server.responses import check_entries
+from specexport_runtime.server.responses import check_entries, most_tokens
 from specexport_runtime.server.structured import form_of
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
@@ -61,7 +60,7 @@ NO_ECHO = Echo("", 0)
 def echo_of(engine: SpecEngine, prompt: Sequence[int], *, skip_special_tokens: bool) -> Echo:
     """The echo of a prompt; ids that are no tokens are left out."""
     known = [token for token in prompt if token < engine.target.vocab_size]
-    text = str(engine.tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
+    text = text_of(engine.tokenizer, known, skip_special_tokens=skip_special_tokens)
     params = SamplingParams(skip_special_tokens=skip_special_tokens)
     return Echo(text, TextStream(engine.tokenizer, params, prompt=known).open_end())
 
@@ -85,11 +84,8 @@ class Plan(NamedTuple):
     model: str = ""  # name of the model that answers; empty for the one that is served
 
 
-async def plan_completion(
-    body: CompletionRequest, service: AsyncSpecEngine, config: ServerConfig, owner: str = ""
-) -> Plan:
+def plan_completion(body: CompletionRequest, engine: SpecEngine, config: ServerConfig, owner: str = "") -> Plan:
     """The requests of a body of ``/v1/completions`` (ApiError 400); ``owner`` keeps what is remembered apart."""
-    engine = service.engine
     _check_common(body, engine, config)
     if body.best_of not in (None, body.n or 1):
         raise unsupported("best_of", "best_of other than n is not supported: leave it out.")
@@ -100,20 +96,15 @@ async def plan_completion(
     prompts = as_prompts(body.prompt)
     if len(prompts) > config.max_prompts:
         raise over_limit("prompt", f"{len(prompts)} prompts", config.max_prompts)
-    ids = await aside_if_long(service, sum(map(len, prompts)), lambda: [encode(engine, prompt) for prompt in prompts])
+    ids = [encode(engine, prompt, "prompt", config.max_prompt_tokens) for prompt in prompts]
     skip = body.skip_special_tokens is not False
-    echoes = [NO_ECHO] * len(ids)
-    if body.echo:
-        echoes = await aside_if_long(
-            service, sum(map(len, ids)), lambda: [echo_of(engine, prompt, skip_special_tokens=skip) for prompt in ids]
-        )
+    echoes = [echo_of(engine, prompt, skip_special_tokens=skip) if body.echo else NO_ECHO for prompt in ids]
     limit = ("max_tokens", body.max_tokens or (None if body.max_tokens is None else 1))
-    return await _plan(body, service, config, owner, "prompt", ids, echoes, limit, DEFAULT_MAX_TOKENS)
+    return _plan(body, engine, config, owner, "prompt", ids, echoes, limit, DEFAULT_MAX_TOKENS)
 
 
-async def plan_chat(body: ChatRequest, service: AsyncSpecEngine, config: ServerConfig, owner: str = "") -> Plan:
+def plan_chat(body: ChatRequest, engine: SpecEngine, config: ServerConfig, owner: str = "") -> Plan:
     """The requests of a body of ``/v1/chat/completions`` (ApiError 400); ``owner`` keeps what is remembered apart."""
-    engine = service.engine
     _check_common(body, engine, config)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true.")
@@ -121,17 +112,15 @@ async def plan_chat(body: ChatRequest, service: AsyncSpecEngine, config: ServerC
     given = [(name, value) for name, value in limits.items() if value is not None]
     if len({value for _, value in given}) > 1:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ: give one.")
-    conversation = await read_conversation(body, service, config)
+    conversation = read_conversation(body, engine, config)
     limit = given[0] if given else ("max_tokens", None)
     most = engine.max_model_len
-    return await _plan(
-        body, service, config, owner, "messages", [conversation.ids], [NO_ECHO], limit, most, conversation
-    )
+    return _plan(body, engine, config, owner, "messages", [conversation.ids], [NO_ECHO], limit, most, conversation)
 
 
-async def _plan(
+def _plan(
     body: CompletionRequest | ChatRequest,
-    service: AsyncSpecEngine,
+    engine: SpecEngine,
     config: ServerConfig,
     owner: str,
     source: str,
@@ -143,8 +132,7 @@ async def _plan(
 ) -> Plan:
     """``n`` requests for each prompt; choice i uses seed + i, so that each can be asked for alone."""
     n = body.n or 1
-    engine = service.engine
-    reference = await _reference(body, service)
+    reference = _reference(body, engine)
     drafting = _drafting(body, engine, reference, owner)
     adapter = adapter_of(body.model, engine, config.model_name)
     if adapter is not None:
@@ -154,16 +142,20 @@ async def _plan(
     wanted = {"prompt_logprobs": body.prompt_logprobs, "logprobs": alternatives if scores else None}
     asked = {name: count for name, count in wanted.items() if count is not None}
     for name, count in asked.items():
-        check_entries(name, sum(map(len, prompts)), count)
+        check_entries(name, "prompt tokens", sum(map(len, prompts)), count)
     if conversation is not None and isinstance(body, ChatRequest):
-        common["structured_outputs"] = await conversation.form(body, service)
+        common["structured_outputs"] = conversation.form(body, engine)
         common |= conversation.sampling(common.get("logit_bias"))
     else:
-        common["structured_outputs"] = await form_of(body, service)
+        common["structured_outputs"] = form_of(body, engine)
     if common["structured_outputs"] is not None and body.ignore_eos:
         raise invalid("ignore_eos", "ignore_eos: an answer of a given form ends where the form ends.")
     if alternatives is not None:
         common["logprobs"] = alternatives
+        num_choices = n * len(prompts)
+        check_entries("logprobs", f"tokens of {num_choices} answers", num_choices * (limit[1] or 0), alternatives)
+        # Where nothing is asked for, an answer ends where its log-probabilities would be too many.
+        default_tokens = min(default_tokens, most_tokens(num_choices, alternatives))
     specs = []
     for ids in prompts:
         check_prompt(engine, config, source, ids)
@@ -225,7 +217,7 @@ def _alternatives(body: CompletionRequest | ChatRequest) -> int | None:
     return body.logprobs
 
 
-async def _reference(body: CompletionRequest | ChatRequest, service: AsyncSpecEngine) -> list[int] | None:
+def _reference(body: CompletionRequest | ChatRequest, engine: SpecEngine) -> list[int] | None:
     """Token ids that lookup may copy from, besides the prompt; None if none were given."""
     source, text = "speculative.reference", None if body.speculative is None else body.speculative.reference
     if isinstance(body, ChatRequest) and body.prediction is not None:
@@ -234,28 +226,19 @@ async def _reference(body: CompletionRequest | ChatRequest, service: AsyncSpecEn
         source, text = "prediction", join_text(body.prediction.content)
     if text is None:
         return None
-    whole = text
-    ids = await aside_if_long(service, len(whole), lambda: encode(service.engine, whole, add_special_tokens=False))
-    check_reference(service.engine, source, ids)
+    ids = encode(engine, text, source, add_special_tokens=False)
+    check_reference(engine, source, ids)
     return ids
 
 
 def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None, owner: str) -> RequestOptions:
     """How to draft, for whom, and when; a reference implies that it is copied from."""
-    asked = body.speculative
     drafting: RequestOptions = {"owner": owner, "priority": body.priority or 0}
     if reference is not None:
         drafting["drafter"] = "lookup" if engine.draft is None and engine.head is None else "chained"
-    if asked is not None and asked.drafter is not None:
-        drafting["drafter"] = asked.drafter
-    if asked is not None and asked.num_speculative_tokens is not None:
-        drafting["num_speculative_tokens"] = asked.num_speculative_tokens
-    if asked is not None and asked.acceptance is not None:
-        drafting["acceptance"] = asked.acceptance
-    if asked is not None and asked.tree_size is not None:
-        drafting["tree_size"] = asked.tree_size
-    if asked is not None and asked.remember is not None:
-        drafting["remember"] = asked.remember
+    names = ("drafter", "num_speculative_tokens", "acceptance", "tree_size", "remember")
+    given = {name: value for name in names if (value := getattr(body.speculative, name, None)) is not None}
+    drafting.update(cast(RequestOptions, given))
     if owner or body.cache_salt is not None:  # a key's digest has no slash: no client can name another's scope
         drafting["cache_salt"] = f"{owner}/{body.cache_salt or ''}"
     return drafting

@@ -63,6 +63,7 @@ class Observers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._each: tuple[EngineObserver, ...] = ()
+        self.dropped = 0  # that raised
 
     def __bool__(self) -> bool:
         return bool(self._each)
@@ -85,9 +86,8 @@ class Observers:
     def _tell(self, observer: EngineObserver, what: str, news: object) -> None:
         try:
             getattr(observer, what)(news)
-        except (
-            Exception
-        ):  # whatever it is, even that there is no such method: who watches must not stop what is watched
+        except BaseException:  # even that there is no such method: who watches must not stop what is watched
+            self.dropped += 1
             with self._lock:
                 self._each = tuple(each for each in self._each if each is not observer)
             logging.getLogger("specexport_runtime").exception(

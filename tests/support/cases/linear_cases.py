@@ -22,6 +22,7 @@ GROUPS = [
     "group4_32_f16_zero",
     "group4_128_f16_zero",
     "group4_16_f32_zero",
+    "group4_32_f32_zero",
     "group4_32_f32_offset",
     "group8_128_f16",
     "group8_32_f32",

@@ -10,6 +10,7 @@ from specexport_runtime import AsyncRequest, SamplingParams, SpecEngine
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import greedy_reference, make_target
 from tests.support.fakes.rounds import check_every_round
+from tests.support.fakes.watcher import wait_for_rest
 
 LONG = SamplingParams(max_tokens=40)
 ENDLESS = SamplingParams(max_tokens=60)
@@ -74,13 +75,9 @@ def engine_at_rest():
 
 def assert_at_rest(engine: SpecEngine) -> None:
     """Nothing is running or waiting, and every row is free."""
-    thread = engine._loop._thread
-    if thread is not None:
-        thread.join(60)
+    wait_for_rest(engine)
     decoder = engine._loop.decoder
-    assert engine._loop._thread is None
     assert not decoder.has_work
-    assert not engine._loop._handles
     decoder.check()
     assert all(row is None for row in decoder.rows.placed)
 

@@ -47,5 +47,6 @@ class Listener:
         self.ended.set()
 
 
-def wait_for_thread(engine):
-    wait_until(lambda: engine._loop._thread is None)
+def wait_for_rest(engine):
+    """Wait until the decoding thread has nothing to do: a request has ended for its owner a moment before."""
+    wait_until(lambda: not engine._loop._handles and engine._loop._ending is None)

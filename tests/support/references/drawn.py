@@ -2,11 +2,13 @@
 
 from collections import Counter
 from functools import cache
+from itertools import accumulate
 from math import prod
 
 import numpy as np
 
-from specexport_runtime.sampling.distribution import Distribution
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sampling.distribution import Distribution, one_hot
 from specexport_runtime.sampling.rng import Draws
 from tests.support.references.exact import joint
 
@@ -30,7 +32,7 @@ class Way:
 
 
 class Uniform:
-    """A uniform of which is known what comparisons told: each goes either way as often as it would."""
+    """A uniform of which is known what comparisons and draws told: each goes every way as often as it would."""
 
     def __init__(self, way):
         self.way, self.low, self.high, self.scale = way, 0.0, 1.0, 1.0
@@ -50,9 +52,14 @@ class Uniform:
         return not self < bound
 
     def choose(self, probs):
-        assert (self.low, self.high) == (0.0, 1.0)
-        self.high = 0.0
-        return self.way.choose(probs)
+        """The place of the inverse cumulative distribution; what is drawn with it again knows of it."""
+        edges = [0.0, *accumulate(probs)]
+        lows, highs = [max(self.low, edge) for edge in edges[:-1]], [min(self.high, edge) for edge in edges[1:]]
+        shares = [max(high - low, 0.0) for low, high in zip(lows, highs, strict=True)]
+        shares = [share if share > 1e-15 else 0.0 for share in shares]
+        pick = self.way.choose([share / sum(shares) for share in shares])
+        self.low, self.high = lows[pick], highs[pick]
+        return pick
 
 
 def draw(distribution, uniform):
@@ -111,6 +118,29 @@ def law(run):
         waiting += way.others
     assert abs(sum(found.values()) - 1) < 1e-12
     return found
+
+
+class NoLawError(InvalidRequestError):
+    """Nothing can follow a text."""
+
+    def __init__(self, text):
+        super().__init__("no token is possible.")
+        self.text = text
+
+
+NO_LAW = Models.VOCAB
+"""Stands for an error in a text."""
+
+
+def with_dead_ends(target):
+    """The target without a law behind token 1; and a law that says so."""
+
+    def law(text):
+        if text[-1:] == (1,):
+            raise NoLawError(text)
+        return target(text)
+
+    return law, lambda text: one_hot(NO_LAW) if text[-1:] in ((1,), (NO_LAW,)) else target(text)
 
 
 class WholeDraws:

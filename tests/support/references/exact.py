@@ -77,7 +77,7 @@ def emit(toy, length, lookahead, draws, rule):
             lambda j, done=done, drafted=drafted: toy.target(done, drafted[:j]),
             draws,
         )
-        draws.end_round(verdict.accepted + 1)
+        draws.end_round()
         done += (*drafted[: verdict.accepted], verdict.next_token)
     return done[:length]
 

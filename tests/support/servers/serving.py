@@ -81,6 +81,12 @@ class Served:
         self._thread.join(HANG_S)
         assert not self._thread.is_alive(), "the server did not stop"
 
+    @property
+    def thread_id(self) -> int:
+        """The thread that its event loop runs in."""
+        assert self._thread.ident is not None
+        return self._thread.ident
+
     def call(self, coroutine: Any) -> Any:
         """Run a coroutine in the server's event loop and wait for its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(HANG_S)

@@ -68,7 +68,7 @@ class Stepper:
     def wait_until_queued(self, count: int) -> None:
         """Wait until so many requests have come to the decoding thread: its next round knows them."""
         loop = self.served.engine.engine._loop
-        wait_until(lambda: len(loop._handles) + len(loop._submitted) == count)
+        wait_until(lambda: len(loop._handles) == count)
 
     def wait_until_cancelled(self, count: int = 1) -> None:
         """Wait until the server has seen that so many requests have no client any more."""

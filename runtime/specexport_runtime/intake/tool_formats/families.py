@@ -54,10 +54,7 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3Json(ToolFormat):
-    """Llama 3.1 and 3.2: one call an answer, at the beginning or behind ``<|python_tag|>``.
-
-    Several, with ``;`` between them, are read as well; the template refuses to repeat them.
-    """
+    """Llama 3.1 and 3.2: one call, first or behind ``<|python_tag|>``; several with ``;`` are read as well."""
 
     name = "llama3_json"
     openers = markers = (_TAG,)

@@ -1,0 +1,37 @@
+"""Draws of the library at borders of blocks: where sums round, no token without mass is drawn."""
+
+import numpy as np
+
+from specexport_runtime.executors.host_rows import HostRows
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.sampler import Sampler
+
+BLOCK, BLOCKS = 512, 40
+
+
+def borders(sums: np.ndarray) -> list[float]:
+    """Uniforms at and beside those where a block begins."""
+    running = np.add.accumulate(sums)
+    places = running[:-1] / running[-1]
+    return [float(u) for u in np.concatenate([places, np.nextafter(places, 0), np.nextafter(places, 1)])]
+
+
+def test_no_token_without_mass_is_drawn_at_a_border_of_blocks() -> None:
+    """Neither from a row nor from what a refusal leaves of two, where blocks begin with what has no mass."""
+    width = BLOCK * BLOCKS
+    source, sampler = HostRows(width, 2), Sampler(SamplingParams(temperature=0.1), [1], width)
+    for seed in range(3):
+        logits, others = (0.1 * np.random.default_rng(seed).normal(size=(2, 1, width))).astype(np.float32)
+        logits[0, ::BLOCK] = -100.0  # 1000 nats below the others
+        laws = [
+            sampler.law(source.take([sampler.ask(0.5, width, slot=slot)], rows)[0])
+            for slot, rows in ((1, others), (0, logits))
+        ]
+        for u in borders(source._memory[2]):
+            (row,) = source.take([sampler.ask(u, width)], logits)
+            assert row.found.drawn % BLOCK, f"seed {seed}: a token without mass at {u!r}"
+        ask = laws[1].row.surplus_ask(laws[0].row, 1.0)
+        source.surpluses([ask])
+        for u in borders(source._memory[2]):
+            ((_, token),) = source.surpluses([ask._replace(uniform=u)])
+            assert token % BLOCK, f"seed {seed}: a token without mass in the residual at {u!r}"

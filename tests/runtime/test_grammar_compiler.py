@@ -1,0 +1,59 @@
+"""Compiling a form keeps nobody waiting but those who want that form, and what fails in the matcher stays with us."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.intake.grammars import GrammarCompiler, named_tokens
+from specexport_runtime.sampling.grammar import reason_of
+from specexport_runtime.sampling.structured import StructuredOutputs
+from tests.support.models.tokenizers import byte_level
+
+pytest.importorskip("llguidance")
+
+KNOWN, SLOW, WRONG = (StructuredOutputs(regex=text) for text in ("known", "slow", "("))
+
+
+def test_a_form_is_compiled_once_and_only_those_who_want_it_wait(monkeypatch):
+    tokenizer = byte_level()
+    compiler = GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), [0])
+    compiler.compile(KNOWN)
+    begun, may_end, compiled, really = threading.Event(), threading.Event(), [], compiler._compile
+
+    def slowly(form):
+        compiled.append(form)
+        begun.set()
+        assert may_end.wait(60)
+        return really(form)
+
+    monkeypatch.setattr(compiler, "_compile", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            slow = [pool.submit(compiler.compile, SLOW) for _ in range(2)]
+            assert begun.wait(60)
+            assert pool.submit(compiler.compile, KNOWN).result(20).allowed(()).any()
+        finally:
+            may_end.set()
+        one, other = (each.result(60) for each in slow)
+    one.consume([tokenizer.token_to_id("s")])
+    assert other.forced(1) == [tokenizer.token_to_id("s")]
+    assert compiled == [SLOW]
+    for _ in range(2):  # what was refused is looked at again
+        with pytest.raises(InvalidRequestError, match="unclosed group"):
+            compiler.compile(WRONG)
+    assert compiled == [SLOW, WRONG, WRONG]
+
+
+@pytest.mark.parametrize("begin", ['"', "/"])
+def test_what_a_grammar_opens_and_does_not_close_is_read_once(begin):
+    """Else each mark in it would be another beginning, and the work would grow with the square of their number."""
+    assert list(named_tokens(f"start: {begin}" + f"\\{begin}" * 50_000 + "<a>", {"<a>": 1}.get)) == []
+    assert list(named_tokens(f"start: {begin}x{begin} <a>", {"<a>": 1}.get)) == [{1}]
+
+
+def test_failures_of_the_matcher_are_told_to_the_log_alone(caplog):
+    assert reason_of("unclosed\n group.") == "unclosed group"
+    assert "assertion" not in reason_of("panic: assertion failed: a < b\n<backtrace>\n 0: c")
+    assert [each.getMessage() for each in caplog.records] == ["the matcher failed: panic: assertion failed: a < b"]
