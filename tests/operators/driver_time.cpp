@@ -44,7 +44,6 @@ struct Task {
   int threads;
   pthread_barrier_t barrier;
   bool read, stop;
-  volatile uint64_t sink;
 };
 struct Worker {
   Task* task;
@@ -59,7 +58,7 @@ void work_on(Task& task, int id, void* room) {  // a share of one product
       __builtin_prefetch(p.weight + 64 * i + 8192);
       memcpy(&value, p.weight + 64 * i, 8), sum += value;
     }
-    task.sink = task.sink + sum;
+    __asm__ volatile("" : : "r"(sum));  // or nothing would be read
     return;
   }
   for (int64_t i = 0; i < task.again; i++)

@@ -47,6 +47,8 @@ def test_sanitizers_find_nothing(kinds: str, level: str, tmp_path: Path) -> None
     subprocess.run(["g++", *FLAGS, *sanitize, *SOURCES, "-o", program], check=True)
     ran = run(program)
     assert {"portable", "tiles_and_portable"} <= ran
+    timed = subprocess.run([program, "time"], input="q4_k 5 near 2\n", capture_output=True, text=True, check=True)
+    assert len(timed.stdout.split()) == 4, timed.stderr[-3000:]
     of_operators = ran & {"portable", "avx2", "avx512vnni", "amx"}
     for kernels in of_operators:
         assert kernels in run(program, kernels=kernels)
