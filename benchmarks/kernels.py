@@ -11,6 +11,7 @@ over the other's, so that a machine that others use too says something.
 
 import argparse
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -41,6 +42,7 @@ def parse_args() -> argparse.Namespace:
     add("--kernels", default="", help="an instruction set, as SPECEXPORT_CPU_KERNELS names it")
     add("--against", type=Path, help="another checkout")
     add("--turns", type=int, default=5)
+    add("--json", type=Path)
     return parser.parse_args()
 
 
@@ -83,6 +85,7 @@ def main() -> None:
         for path in (ROOT, args.against)
         if path
     ]
+    record = []
     print("| format | rows | where | us | MACs a cycle and thread | of a plain read | arranging, us |", end="")
     print(" over the other |" if args.against else "")
     print("| --- " * (8 if args.against else 7) + "|")
@@ -93,6 +96,7 @@ def main() -> None:
                 turns = [[ask(side, cell) for side in sides] for _ in range(args.turns)]
                 best = [min(times) for times in zip(*turns, strict=True)]
                 own = best[0]
+                record.append({"cell": cell, "times": [[time._asdict() for time in pair] for pair in turns]})
                 share = f"{own.share:.2f}" if where == "far" else "–"
                 ratio = f" {own.seconds / best[1].seconds:.2f} |" if args.against else ""
                 print(
@@ -100,6 +104,8 @@ def main() -> None:
                     f"| {own.arranging * 1e6:.2f} |{ratio}",
                     flush=True,
                 )
+    if args.json:
+        args.json.write_text(json.dumps({"command": sys.argv, "cells": record}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
