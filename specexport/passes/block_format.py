@@ -31,7 +31,7 @@ over 256 inputs, and two or three roundings, in this order (``fma`` rounds once,
     out = fma(float(S) * base, unit, out)                     without minima
     out = fma(fma(float(T), least, float(S) * base), unit, out)
 
-Both sums fit in int32 for what files hold (:data:`_MOST_FACTOR`), and are taken modulo 2^32. In other formats 32
+Both sums fit in int32 for what files hold with k up to 16, and are taken modulo 2^32. In other formats 32
 activations share a float32 scale, and each block, or each of its halves where there are groups of 16, adds
 ``out = fma(float(S), weight's scale * scale, out)``, then ``fma(offset, scale * float(sum of codes), out)`` for each
 offset, where codes are taken as they are, from 0 on. Blocks follow one another; a bias comes last.
@@ -58,8 +58,6 @@ STRETCH = 1024
 _SUPER = 256  # inputs that share a base
 _LINE = 64
 _CHUNK = 1 << 22  # weights worked on at a time: bounds the memory beside the result
-_MOST_FACTOR = 16  # of a block's activations: a level times it, and it times a sum of 16 codes, fit in 16 bits
-_SMALLEST = np.float32(2.0**-116)  # activations that are all below it count as zeros: 127 * 16 / x would be infinite
 BOOKS = {
     "iq4": np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16),
     "fp4": np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16),
@@ -247,70 +245,6 @@ def stored(format: str, packed: Packed, n: int, k: int) -> tuple[np.ndarray, Flo
         offsets = spread("leasts") * whole["minima"].astype(np.float32)
     zeros = np.repeat(whole["zeros"], form.group, axis=1)[:, :k].astype(np.int32) if form.shift == "zero" else form.zero
     return codes - zeros, scales.astype(np.float32), offsets
-
-
-def quantize_activations(x: np.ndarray, format: str = "") -> tuple[np.ndarray, npt.NDArray[np.float64]]:  # noqa: A002
-    """Activations [T, K] as the operators round them for a format: int32 [T, K filled up], and a scale of each block.
-
-    The largest magnitude of 256 inputs gives their unit, in formats of levels, and their k is the least that has room
-    for a block; in others a block has a scale of its own. What holds a NaN or an infinity has the unit or scale NaN.
-    """
-    units, factors, codes = quantize_levels(x) if format and layout(format).scale == "level" else _quantize_blocks(x)
-    return codes, units.astype(np.float64) * factors
-
-
-def quantize_levels(x: np.ndarray) -> tuple[Float32Array, np.ndarray, np.ndarray]:
-    """Units float32, factors int32 [T, blocks] and codes int32 [T, blocks * 32]: x = unit * factor * code."""
-    blocks, largest = _largest(x, _SUPER)
-    unit, inverse = _steps(largest.max(axis=2), np.float32(127 * _MOST_FACTOR))
-    with np.errstate(invalid="ignore", over="ignore"):
-        wanted = np.where(inverse[..., None] != 0, largest * inverse[..., None] / np.float32(127), np.float32(0))
-    factors = np.clip(np.ceil(wanted), 1, _MOST_FACTOR).astype(np.int32)
-    steps = inverse[..., None] / factors.astype(np.float32)
-    codes = np.rint(np.where(steps[..., None] != 0, blocks, np.float32(0)) * steps[..., None]).astype(np.int32)
-    units = np.broadcast_to(unit[..., None], factors.shape)
-    return units.reshape(len(x), -1), factors.reshape(len(x), -1), codes.reshape(len(x), -1)
-
-
-def _quantize_blocks(x: np.ndarray) -> tuple[Float32Array, np.ndarray, np.ndarray]:
-    blocks, largest = _largest(x, BLOCK)
-    scales, steps = _steps(largest[..., 0], np.float32(127))
-    values = np.where(steps[..., None, None] != 0, blocks, np.float32(0))
-    codes = np.rint(values * steps[..., None, None]).astype(np.int32)
-    return scales, np.ones(scales.shape, np.int32), codes.reshape(len(x), -1)
-
-
-def _largest(x: np.ndarray, group: int) -> tuple[Float32Array, Float32Array]:
-    """Blocks [T, groups, blocks of a group, 32], filled up with zeros, and their largest magnitudes."""
-    tokens, k = x.shape
-    filled = np.zeros((tokens, _up(k, group)), np.float32)
-    filled[:, :k] = x
-    blocks = filled.reshape(tokens, -1, group // BLOCK, BLOCK)
-    return blocks, np.abs(blocks).max(axis=3)
-
-
-def _steps(largest: Float32Array, most: np.float32) -> tuple[Float32Array, Float32Array]:
-    """What a code's step stands for, and what activations are multiplied with to become codes."""
-    fine = np.isfinite(largest)
-    some = fine & (largest >= _SMALLEST)
-    inverse = np.divide(most, largest, out=np.zeros_like(largest), where=some)
-    steps = np.where(some, np.where(some, largest, 1) / most, np.float32(0))
-    return np.where(fine, steps, np.float32(np.nan)).astype(np.float32), inverse
-
-
-def reference(format: str, packed: Packed, n: int, k: int, x: np.ndarray) -> npt.NDArray[np.float64]:  # noqa: A002
-    """The product of activations float32 [T, k] and a packed weight in float64, as the operator rounds them: [T, n]."""
-    if format in FLOATS:
-        return x.astype(np.float64) @ unpack(format, packed, n, k).astype(np.float64).T
-    codes, scales, offsets = stored(format, packed, n, k)
-    group = layout(format).group
-    values = codes * np.repeat(scales.astype(np.float64), group, axis=1)[:, :k]
-    if offsets is not None:
-        values += np.repeat(offsets.astype(np.float64), group, axis=1)[:, :k]
-    rounded, steps = quantize_activations(x, format)
-    inputs = rounded * np.repeat(steps, BLOCK, axis=1)
-    result: npt.NDArray[np.float64] = inputs[:, :k] @ values.T
-    return result
 
 
 def _up(number: int, to: int) -> int:

@@ -11,13 +11,12 @@ from specexport.passes.block_format import (
     pack,
     pack_float,
     packed_shape,
-    quantize_activations,
-    reference,
     unpack,
 )
 from specexport.passes.block_weight import Blocks, BlockWeight, Form, join
 from tests.support.cases.linear_cases import CODES, random_weight
 from tests.support.models.tiny_gguf import make_weight
+from tests.support.references.block_arithmetic import quantize_activations, reference
 
 NAMES = {"Q4_0": "int4", "Q4_1": "int4_offset", "Q5_0": "int5", "Q5_1": "int5_offset", "Q8_0": "int8"}
 WIDER = {"Q2_K": 0.2, "Q3_K": 0.04}

@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.intake import trial
+from specexport_runtime.intake import trial, watched
 from specexport_runtime.intake.grammars import GrammarCompiler
 from specexport_runtime.sampling.structured import StructuredOutputs
 from tests.support.models.tokenizers import byte_level
@@ -118,6 +120,25 @@ def test_small_forms_are_taken_where_no_process_can_be_started(monkeypatch, capl
     with pytest.raises(InvalidRequestError, match="no process in which so large a form is tried"):
         compiler.compile(StructuredOutputs(regex="a" * 5000))
     assert [each.levelname for each in caplog.records] == ["WARNING"]
+
+
+def test_a_large_form_is_given_up_where_its_matcher_takes_too_long(compiler, monkeypatch):
+    """Its trial need not come to that place."""
+    form = StructuredOutputs(json=HONEST["patterns beside descriptions"] | {"description": "d" * trial.UNTRIED})
+    grammar, go = compiler.compile(form), threading.Event()
+    other = compiler.compile(form)
+    slow = Mock(compute_bitmask=lambda: go.wait(60), is_stopped=lambda: False, is_error=lambda: False)
+    monkeypatch.setattr(grammar._matcher, "_matcher", slow)
+    monkeypatch.setattr(watched, "MOST_S", 0.01)
+    try:
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError, match="a token takes more than"):
+                grammar.allowed(())
+    finally:
+        go.set()
+    assert not slow.consume_tokens.called
+    monkeypatch.undo()
+    assert other.allowed(()).any()
 
 
 SCRIPT = """

@@ -222,9 +222,11 @@ def test_a_stream_that_fails_is_an_error_with_its_id(logged):
     assert (line["level"], line["status"], line["error"]) == ("error", 200, "MemoryError")
     assert line["error_code"] == json.loads(answer.text.split("data: ")[-1])["error"]["code"]
     assert line["generated_tokens"] == 5
-    [told] = [json.loads(text) for text in own.lines]
+    step, told = [json.loads(text) for text in own.lines]
+    assert (step["logger"], step["error"]) == ("specexport_runtime.decoding.loop", "MemoryError")
     assert (told["request_id"], told["error"]) == ("broken-stream", "RequestFailedError")
     assert "builtins.MemoryError" in told["stack"]
+    assert SECRET not in "".join(own.lines)
 
 
 def test_a_draft_that_is_never_accepted_is_one_warning(logged):

@@ -78,11 +78,7 @@ class PlacedStep:
 
 
 class TrtExecutor(GpuSteps):
-    """Runs one TensorRT engine on one GPU; see ``Executor``.
-
-    IncompatibleError if the engine does not fit the GPU, its memory, ``num_rows`` or its manifest,
-    MissingDependencyError without TensorRT or cuda-python, BundleError if the engine file cannot be read.
-    """
+    """Runs one TensorRT engine on one GPU; see ``Executor``. IncompatibleError if it does not fit the GPU."""
 
     def __init__(
         self,

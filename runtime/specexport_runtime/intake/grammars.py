@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, pip_install
 from specexport_runtime.intake.plain_tokens import PlainTokens
-from specexport_runtime.intake.trial import Trial, on_deep_stack
+from specexport_runtime.intake.trial import UNTRIED, Trial, on_deep_stack
+from specexport_runtime.intake.watched import Watched
 from specexport_runtime.sampling.grammar import Grammar, reason_of
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import GrammarAfterThinking
@@ -175,7 +176,8 @@ class GrammarCompiler:
                 found.set_exception(error)
         matcher = found.result()
         with self._lock:
-            return matcher.deep_copy()
+            own = matcher.deep_copy()
+        return own if len(form.text) <= UNTRIED else Watched(own)
 
     def _compile(self, form: StructuredOutputs) -> Any:
         try:

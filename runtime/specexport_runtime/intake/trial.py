@@ -27,8 +27,9 @@ WORK_S, TOKEN_S, WALL_S = 2.0, 0.1, 30.0
 """Most CPU seconds of a form and of one token of its texts, and most seconds by the clock, of a busy machine."""
 MEMORY, STACK = 256 << 20, 128 << 20
 """Most bytes of a form, and of the stack on which it is tried; it is compiled on one of twice the size."""
-_UNTRIED = 4096  # characters of a form that is taken where no process can be started
-_GROWN = 128 << 20  # bytes that the process keeps when another takes its place
+UNTRIED = 4096
+"""Characters of a form that is taken where no process can be started: its tokens take no seconds wherever they are."""
+_GROWN = 128 << 20  # bytes that forms have left in the process when another takes its place
 _WALKS, _STEPS = 4, 32
 _KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 _stack_lock = threading.Lock()
@@ -43,7 +44,7 @@ class Trial:
     """
 
     def __init__(self, vocabulary: Callable[[], Mapping[str, Any]]) -> None:
-        self._vocabulary, self._lock, self._pid, self._has_failed = vocabulary, threading.Lock(), 0, False
+        self._vocabulary, self._lock, self._has_failed = vocabulary, threading.Lock(), False
         self._most = WORK_S, TOKEN_S, MEMORY
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = int  # nothing to end
@@ -52,11 +53,11 @@ class Trial:
         """What a grammar takes too much of, as a sentence without its full stop; None if nothing is."""
         with self._lock:
             process = self._process
-            if process is None or self._pid != os.getpid() or process.poll() is not None:  # a child has its own
+            if process is None or process.poll() is not None:  # as it is for a child of this process
                 self.close()
                 process = self._start()
             if process is None:
-                return None if len(grammar) <= _UNTRIED else "there is no process in which so large a form is tried"
+                return None if len(grammar) <= UNTRIED else "there is no process in which so large a form is tried"
             used = _ask(process, grammar)
             if not used:
                 with suppress(subprocess.TimeoutExpired):
@@ -82,7 +83,7 @@ class Trial:
                 env={name: os.environ[name] for name in _KEPT if name in os.environ},
                 start_new_session=True,  # signals for a group of processes are not for this one
             )
-            self._end, self._pid = weakref.finalize(self, _end, process, os.getpid()), os.getpid()
+            self._end = weakref.finalize(self, _end, process)
             if not _ask(process, {**self._vocabulary(), "most": self._most}):
                 raise OSError("it ended")
         except OSError as error:
@@ -110,10 +111,9 @@ def _ask(process: "subprocess.Popen[bytes]", question: Any) -> bytes:
         clock.cancel()
 
 
-def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
-    if owner == os.getpid():  # else it is the parent's
-        process.kill()
-        process.wait()
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()  # which leaves a parent's alone
+    process.wait()
     for pipe in (process.stdin, process.stdout):
         with suppress(OSError):
             cast("IO[bytes]", pipe).close()
@@ -152,6 +152,7 @@ def _answer_all() -> None:
     alphabet = _Alphabet(vocabulary)
     tokenizer = LLTokenizer(TokenizerWrapper(alphabet), n_vocab=vocabulary["size"], eos_token=vocabulary["ends"])
     limits, (work_s, token_s, memory) = LLParserLimits(**vocabulary["limits"]), vocabulary["most"]
+    begun = _sizes()[1]
     _answer(0)
     for line in sys.stdin:
         grammar = json.loads(line)
@@ -160,7 +161,7 @@ def _answer_all() -> None:
         with suppress(ValueError):  # what is wrong with it is said where it is compiled
             _try(grammar, tokenizer, limits, alphabet, token_s)
         _limit_work("PROF", 0)
-        _answer(_sizes()[1])
+        _answer(_sizes()[1] - begun)
 
 
 def _answer(number: int) -> None:
@@ -222,7 +223,8 @@ def _limit_memory(more: int) -> None:
     if size := _sizes()[0]:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (size + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        with suppress(ValueError):  # the system's own limit is lower
+            resource.setrlimit(resource.RLIMIT_AS, (size + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _sizes() -> tuple[int, int]:

@@ -35,10 +35,7 @@ class DrafterMemory:
 
 
 class ProbeBudget:
-    """Seconds that may be spent on drafts that are not expected to pay: 1 % of the time that plain decoding takes.
-
-    One budget a drafter, or many requests that each try now and then would add up to a draft step a round.
-    """
+    """Seconds for drafts not expected to pay, 1 % of plain decoding's time; one a drafter, not one a request."""
 
     def __init__(self) -> None:
         self._seconds: float | None = None

@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
@@ -16,7 +16,8 @@ from specexport_runtime.requests.results import GenerationResult, StreamChunk, S
 from specexport_runtime.server.errors import ApiError, as_api_error, client_gone, timed_out, unavailable
 from specexport_runtime.server.json_text import LongList
 from specexport_runtime.server.log_format import fields
-from specexport_runtime.server.responses import prompt_logprobs_json, prompt_pieces, usage_of
+from specexport_runtime.server.responses import AnswerFormat, prompt_logprobs_json, prompt_pieces, usage_of
+from specexport_runtime.server.responses_format import ResponsesFormat
 from specexport_runtime.server.sse import EventStream
 from specexport_runtime.server.token_text import TokenTexts
 from specexport_runtime.server.translate import Plan
@@ -34,37 +35,8 @@ class News(NamedTuple):
     ended: bool = False
 
 
-class AnswerForm(Protocol):
-    """JSON of one answer of an endpoint; see ``responses.AnswerFormat``."""
-
-    closes_briefly: bool  # the events that end a stream repeat nothing
-
-    def opening(self, index: int, echo: str) -> bytes:
-        """The events before the first token of a choice."""
-
-    def chunk(
-        self,
-        index: int,
-        pieces: Sequence[StreamPiece],
-        finish: str | None,
-        drafted: int,
-        usage: dict[str, Any] | None = None,
-    ) -> bytes:
-        """The events of what one choice got."""
-
-    def closing(self, usage: dict[str, Any]) -> bytes:
-        """The events that end a stream."""
-
-    def failure(self, error: ApiError) -> bytes:
-        """The events that end a stream that failed."""
-
-    def choice(self, index: int, text: str, pieces: Sequence[StreamPiece], finish: str) -> dict[str, Any]:
-        """One choice of an answer that is not streamed."""
-
-    def whole(
-        self, choices: list[dict[str, Any]], usage: dict[str, Any], prompt_logprobs: list[Any] | None = None
-    ) -> bytes:
-        """An answer that is not streamed."""
+AnswerForm = AnswerFormat | ResponsesFormat
+"""JSON of one answer, as an endpoint has it."""
 
 
 class Prepared(NamedTuple):

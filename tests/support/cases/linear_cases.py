@@ -11,9 +11,10 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from specexport.passes.block_format import BOOKS, FLOATS, NAMED, STRETCH, layout, pack, pack_float, reference, unpack
+from specexport.passes.block_format import BOOKS, FLOATS, NAMED, STRETCH, layout, pack, pack_float, unpack
 from specexport.passes.block_weight import Blocks, BlockWeight, Form, Spread, Stored
 from tests.support.references import block_arithmetic
+from tests.support.references.block_arithmetic import reference
 
 GROUPS = [
     "group4_64_f16",

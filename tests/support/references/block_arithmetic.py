@@ -5,6 +5,77 @@ import numpy.typing as npt
 
 from specexport.passes import block_format as blocks
 
+_MOST_FACTOR = 16  # of a block's activations: a level times it, and it times a sum of 16 codes, fit in 16 bits
+_SMALLEST = np.float32(2.0**-116)  # activations that are all below it count as zeros: 127 * 16 / x would be infinite
+
+
+def quantize_activations(x: np.ndarray, format: str = "") -> tuple[np.ndarray, npt.NDArray[np.float64]]:  # noqa: A002
+    """Activations [T, K] as the operators round them for a format: int32 [T, K filled up], and a scale of each block.
+
+    The largest magnitude of 256 inputs gives their unit, in formats of levels, and their k is the least that has room
+    for a block; in others a block has a scale of its own. What holds a NaN or an infinity has the unit or scale NaN.
+    """
+    units, factors, codes = (
+        quantize_levels(x) if format and blocks.layout(format).scale == "level" else quantize_blocks(x)
+    )
+    return codes, units.astype(np.float64) * factors
+
+
+def quantize_levels(x: np.ndarray) -> tuple[npt.NDArray[np.float32], np.ndarray, np.ndarray]:
+    """Units float32, factors int32 [T, blocks] and codes int32 [T, blocks * 32]: x = unit * factor * code."""
+    parts, largest = _largest(x, blocks._SUPER)
+    unit, inverse = _steps(largest.max(axis=2), np.float32(127 * _MOST_FACTOR))
+    with np.errstate(invalid="ignore", over="ignore"):
+        wanted = np.where(inverse[..., None] != 0, largest * inverse[..., None] / np.float32(127), np.float32(0))
+    factors = np.clip(np.ceil(wanted), 1, _MOST_FACTOR).astype(np.int32)
+    steps = inverse[..., None] / factors.astype(np.float32)
+    codes = np.rint(np.where(steps[..., None] != 0, parts, np.float32(0)) * steps[..., None]).astype(np.int32)
+    units = np.broadcast_to(unit[..., None], factors.shape)
+    return units.reshape(len(x), -1), factors.reshape(len(x), -1), codes.reshape(len(x), -1)
+
+
+def quantize_blocks(x: np.ndarray) -> tuple[npt.NDArray[np.float32], np.ndarray, np.ndarray]:
+    parts, largest = _largest(x, blocks.BLOCK)
+    scales, steps = _steps(largest[..., 0], np.float32(127))
+    values = np.where(steps[..., None, None] != 0, parts, np.float32(0))
+    codes = np.rint(values * steps[..., None, None]).astype(np.int32)
+    return scales, np.ones(scales.shape, np.int32), codes.reshape(len(x), -1)
+
+
+def _largest(x: np.ndarray, group: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Blocks [T, groups, blocks of a group, 32], filled up with zeros, and their largest magnitudes."""
+    tokens, k = x.shape
+    filled = np.zeros((tokens, blocks._up(k, group)), np.float32)
+    filled[:, :k] = x
+    parts = filled.reshape(tokens, -1, group // blocks.BLOCK, blocks.BLOCK)
+    return parts, np.abs(parts).max(axis=3)
+
+
+def _steps(
+    largest: npt.NDArray[np.float32], most: np.float32
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """What a code's step stands for, and what activations are multiplied with to become codes."""
+    fine = np.isfinite(largest)
+    some = fine & (largest >= _SMALLEST)
+    inverse = np.divide(most, largest, out=np.zeros_like(largest), where=some)
+    steps = np.where(some, np.where(some, largest, 1) / most, np.float32(0))
+    return np.where(fine, steps, np.float32(np.nan)).astype(np.float32), inverse
+
+
+def reference(format: str, packed: np.ndarray, n: int, k: int, x: np.ndarray) -> npt.NDArray[np.float64]:  # noqa: A002
+    """The product of activations float32 [T, k] and a packed weight in float64, as the operator rounds them: [T, n]."""
+    if format in blocks.FLOATS:
+        return x.astype(np.float64) @ blocks.unpack(format, packed, n, k).astype(np.float64).T
+    codes, scales, offsets = blocks.stored(format, packed, n, k)
+    group = blocks.layout(format).group
+    values = codes * np.repeat(scales.astype(np.float64), group, axis=1)[:, :k]
+    if offsets is not None:
+        values += np.repeat(offsets.astype(np.float64), group, axis=1)[:, :k]
+    rounded, steps = quantize_activations(x, format)
+    inputs = rounded * np.repeat(steps, blocks.BLOCK, axis=1)
+    result: npt.NDArray[np.float64] = inputs[:, :k] @ values.T
+    return result
+
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> npt.NDArray[np.float32]:
     """``a * b + c`` of float32, rounded once: in float64 with an odd last bit where that is inexact."""
@@ -20,7 +91,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> npt.NDArray[np.float32]:
 def product(name: str, packed: np.ndarray, n: int, k: int, x: np.ndarray) -> npt.NDArray[np.float32]:
     """[T, n] without a bias, of a format of codes and finite activations [T, k]."""
     form, parts = blocks.layout(name), fields(name, packed, n, k)
-    units, factors, codes = (blocks.quantize_levels if form.scale == "level" else blocks._quantize_blocks)(x)
+    units, factors, codes = (quantize_levels if form.scale == "level" else quantize_blocks)(x)
     width = -(-k // blocks.BLOCK) * blocks.BLOCK
     weights = np.zeros((n, codes.shape[1]), np.int64)
     weights[:, :k] = parts["codes"]
