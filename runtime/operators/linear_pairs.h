@@ -99,7 +99,6 @@ template <int bits, int parts, bool shifted, bool level, int M>
 static void multiply_rows(const Part& p) {
   constexpr int lines = bits == kLookup ? 4 : bits;
   constexpr size_t slot = slot_bytes(level, parts, shifted);
-  if (level) prefetch_head(p);
   for (int64_t super = 0; super < p.s.supers; super++) {
     const int64_t from = super * 8, blocks = p.s.blocks - from < 8 ? p.s.blocks - from : 8;
     const uint8_t* slots = p.slots + p.stride * size_t(super);
