@@ -16,7 +16,7 @@
 namespace specexport {
 namespace avxvnni {
 constexpr bool kSigned = false, kPairs = false;
-constexpr int kMost = 6;
+constexpr int kMost = 9;  // against 6: 0.89 to 0.98 of the time of 7 to 9 rows, 1.05 of 100 (int8, q4_k; Zen 5)
 #include "linear_avx2.h"
 }  // namespace avxvnni
 const Kernels avxvnni_kernels = {avxvnni::kMost, avxvnni::kMostFloats, 0, avxvnni::arrange, avxvnni::multiply};
