@@ -129,7 +129,7 @@ static void multiply_rows(const Part& p) {
             const I k = iset(int_at(row + kFactors + 4 * b));
             UNROLL for (int i = parts - 1; i >= 0; i--)
               whole[m] = imadd(sums[i], iscaled(ilevels(p.head + at + i * kTile), k), whole[m]);
-            if constexpr (kLanes == 8 && bits == 4 && M == 4) pin(whole[m]);  // 0.84 of the time (Zen 5)
+            if constexpr (kLanes == 8 && bits == 4 && (M == 4 || M > 6)) pin(whole[m]);  // 0.84, 0.97 (Zen 5)
           } else {
             const V scale = vset(load_single(row + kScales + 4 * b));
             UNROLL for (int i = 0; i < parts; i++)
