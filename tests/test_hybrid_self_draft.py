@@ -37,7 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5": {
         **{"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
         "head_dim": 64,  # a quarter of it is rotated: the cosine of few angles has other bits in a step of one token
-    },
+    }
 }
 """Three layers, of which the last has attention, where an architecture of the tests has more, or fewer."""
 PARTS = (("linear_attn", "self_attn", "mamba", "conv", "mixer"), ("mlp", "feed_forward"))

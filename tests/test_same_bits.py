@@ -26,26 +26,15 @@ from tests.support.references.ort_operators import HEADS, LEFT, assert_left
 ROWS, WIDEST = 8, 16
 LENGTHS = (35, 19, 33, 8, 27, 1, 40, 22)
 ALIKE = {
-    "llama_rope_llama3",
-    "llama_rope_yarn",
-    "llama_rope_linear",
-    "qwen2",
-    "smollm3",
-    "olmo2",
-    "stablelm",
-    "starcoder2",
-}
+    "llama_rope_llama3", "llama_rope_yarn", "llama_rope_linear", "qwen2", "smollm3", "olmo2", "stablelm", "starcoder2",
+}  # fmt: skip
 """Architectures that have the operators of others."""
 TOLD_APART = [name for name in (*ARCHITECTURES, *HYBRIDS) if name not in ALIKE]
 IN_EIGHT_BITS = ("qwen3_moe", "gpt2", "gpt_oss", "gemma3", "deepseek_v3", "qwen3_next", "mamba2", "jamba", "falcon_h1")
 """Each kind of layer that has weights in blocks, experts first: the others have the same operators around them."""
 MIXED = {
-    "attn_v.weight": "Q6_K",
-    "ffn_down.weight": "Q8_0",
-    "attn_q.weight": "Q5_0",
-    "output.weight": "Q2_K",
-    "": "Q4_K",
-}
+    "attn_v.weight": "Q6_K", "ffn_down.weight": "Q8_0", "attn_q.weight": "Q5_0", "output.weight": "Q2_K", "": "Q4_K",
+}  # fmt: skip
 
 Sizes = Iterator[tuple[int, int]]
 """Of each step of a row: the tokens of its text, and wrong drafts behind them."""

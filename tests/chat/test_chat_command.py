@@ -104,15 +104,11 @@ def test_a_message_without_an_answer_waits_for_retry(chat, tmp_path):
 @pytest.mark.parametrize(
     ("lines", "entry"),
     [
-        (["x\\"], Entry("x")),
-        (['"""one"""'], Entry("one")),
-        (['"""one'], Entry("one")),
-        (['"""', "a", 'b"""  '], Entry("a\nb")),
-        (["/system a\\", "b"], Entry("system a\nb", is_command=True)),
-        (["  //x"], Entry("/x")),
-        ([" "], Entry("")),
+        (["x\\"], Entry("x")), (['"""one"""'], Entry("one")), (['"""one'], Entry("one")),
+        (['"""', "a", 'b"""  '], Entry("a\nb")), (["/system a\\", "b"], Entry("system a\nb", is_command=True)),
+        (["  //x"], Entry("/x")), ([" "], Entry("")),
     ],
-)
+)  # fmt: skip
 def test_what_lines_make(lines, entry):
     def read_line(_):
         if not lines:

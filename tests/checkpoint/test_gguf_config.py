@@ -44,10 +44,7 @@ def _correct(config: Any, reader: _Reader) -> Any:
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SCALED = [
-    (
-        {"rope_type": "linear", "factor": 4.0},
-        {"scaling.type": "linear", "scaling.factor": 4.0},
-    ),
+    ({"rope_type": "linear", "factor": 4.0}, {"scaling.type": "linear", "scaling.factor": 4.0}),
     ({"rope_type": "linear", "factor": 2.0}, {"scale_linear": 2.0}),
     (
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
@@ -69,12 +66,7 @@ def test_scaled_positions_give_the_original_model(
         factors = LlamaRotaryEmbedding(plain).inv_freq / model.model.rotary_emb.inv_freq
         assert factors.max() > 7
         tensors["rope_freqs.weight"] = factors.numpy()
-    write_gguf(
-        model,
-        path,
-        stated={f"qwen2.rope.{key}": value for key, value in stated.items()},
-        tensors=tensors,
-    )
+    write_gguf(model, path, stated={f"qwen2.rope.{key}": value for key, value in stated.items()}, tensors=tensors)
     found = load_checkpoint(str(path))
     torch.testing.assert_close(found.model.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
     result = reference_logits(found, [SEQUENCE])[0]

@@ -122,13 +122,9 @@ def test_a_file_that_says_what_cannot_be_is_named(folder: Path, name: str, chang
 
 CUT = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
 FILL = {
-    "strategy": {"Fixed": 64},
-    "direction": "Left",
-    "pad_to_multiple_of": None,
-    "pad_id": 0,
-    "pad_type_id": 0,
+    "strategy": {"Fixed": 64}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
     "pad_token": "<pad>",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("named", [None, "LlamaTokenizer"], ids=["json", "class"])

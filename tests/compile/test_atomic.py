@@ -33,15 +33,11 @@ def fail_half_way(path: Path, error: BaseException) -> None:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (PermissionError(1, "no"), "no"),
-        (KeyboardInterrupt(), None),
-        (SystemExit(1), "1"),
-        (FULL, "full.* 1,234 .*free"),
-        (READ_ONLY, "read-only"),
-        (TOO_LARGE, "larger.*ulimit"),
+        (PermissionError(1, "no"), "no"), (KeyboardInterrupt(), None), (SystemExit(1), "1"),
+        (FULL, "full.* 1,234 .*free"), (READ_ONLY, "read-only"), (TOO_LARGE, "larger.*ulimit"),
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_nothing_is_left_when_the_work_raises(tmp_path: Path, error: BaseException, said: str | None) -> None:
     with pytest.raises(UserInputError if error in (FULL, READ_ONLY, TOO_LARGE) else type(error), match=said):
         fail_half_way(tmp_path / "out", error)

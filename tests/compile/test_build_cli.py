@@ -69,11 +69,7 @@ def fail(what: str) -> None:
         ("hardware", 3, "error: no."),
         ("check", 1, "error: differs."),
         ("interrupt", 130, "interrupted"),
-        (
-            "disk",
-            2,
-            "error: the disk is full while writing /some/file.",
-        ),
+        ("disk", 2, "error: the disk is full while writing /some/file."),
     ],
 )
 def test_how_commands_end(what: str, code: int, line: str) -> None:

@@ -31,15 +31,10 @@ from tests.support.cases.refusals import RunCli
 from tests.support.models.two_vocabularies import draft_tokenizer, save_pair, sides, target_tokenizer
 
 PROMPTS = [
-    "def area(width, height):",
-    "The old lighthouse stood at the end",
-    "1 + 2 = 3, and 4 + 5 =",
-    "naïve 日本 😀",
-    "for item in items:\n        print(item)",
-    "a",
-    "Write a Python function that returns the longest word of a sentence.",
-    "x = [1, 2, 3]",
-]
+    "def area(width, height):", "The old lighthouse stood at the end", "1 + 2 = 3, and 4 + 5 =", "naïve 日本 😀",
+    "for item in items:\n        print(item)", "a",
+    "Write a Python function that returns the longest word of a sentence.", "x = [1, 2, 3]",
+]  # fmt: skip
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 K = 4
 

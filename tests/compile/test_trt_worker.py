@@ -132,14 +132,9 @@ def test_layers_are_read_and_given_to_their_profiles() -> None:
     assert [layer.profile for layer in layers] == [0, 0, 0, 0, 0, 1]
     first, second = summarize(layers, ["verify 1x5", "prefill"])
     assert first == {
-        "profile": "verify 1x5",
-        "kernels": 5,
-        "fused_attention": 1,
-        "float32_matmuls": ["wide_gemm_myl0_3"],
-        "kv_copy_bytes": 4 * 64 * 16 * 2,
-        "quantized_products": 0,
-        "expanded_weights": 0,
-    }
+        "profile": "verify 1x5", "kernels": 5, "fused_attention": 1, "float32_matmuls": ["wide_gemm_myl0_3"],
+        "kv_copy_bytes": 4 * 64 * 16 * 2, "quantized_products": 0, "expanded_weights": 0,
+    }  # fmt: skip
     assert second["kv_copy_bytes"] == 2 * 64 * 16 * 2, "one row, where their number is not fixed"
 
 

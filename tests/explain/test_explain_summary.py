@@ -33,11 +33,7 @@ TRACE = [
     make_round([], end="none", reason="bypass"),
     make_round([5, 6], 2, drafter="lookup", end="text"),
 ]
-CURVES = CostCurves(
-    StepCost(1.9e-3, 1e-4),
-    {"draft-model": StepCost(1e-4, 0.0)},
-    LayerShares(4, mixer=0.1, mlp=0.1),
-)
+CURVES = CostCurves(StepCost(1.9e-3, 1e-4), {"draft-model": StepCost(1e-4, 0.0)}, LayerShares(4, mixer=0.1, mlp=0.1))
 
 
 def test_sums():

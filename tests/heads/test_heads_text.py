@@ -53,16 +53,10 @@ def make_bundle(kind: str, target: Any, target_folder: Path, folder: Path, **opt
 @pytest.mark.parametrize(
     ("kind", "quantize", "draft_quantize"),
     [
-        ("medusa", "int8", "int4"),
-        ("hydra", None, None),
-        ("dflash", None, None),
-        ("dflash2", None, None),
-        ("dspark", None, None),
-        ("assistant", "int8", "int8"),
-        ("mtp", "int8", "none"),
-        ("mtp-modules", "int8", "int8"),
+        ("medusa", "int8", "int4"), ("hydra", None, None), ("dflash", None, None), ("dflash2", None, None),
+        ("dspark", None, None), ("assistant", "int8", "int8"), ("mtp", "int8", "none"), ("mtp-modules", "int8", "int8"),
     ],
-)
+)  # fmt: skip
 def test_text_stays_the_targets(
     kind: str,
     quantize: str | None,

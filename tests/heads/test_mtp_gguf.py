@@ -149,8 +149,7 @@ def test_bundles_draft_what_the_module_drafts(files: Any, tmp_path: Path) -> Non
         models = build_module(target, tmp_path / str(number), head=head, draft_quantize="none", check=False)
         assert models["head"].draft_head.kind == "mtp"
         check_drafts(
-            tmp_path / str(number),
-            lambda before, count, limit: tiny_modules.draft(made.module, before, count, limit),
+            tmp_path / str(number), lambda before, count, limit: tiny_modules.draft(made.module, before, count, limit)
         )
 
 

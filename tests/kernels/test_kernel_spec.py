@@ -54,15 +54,11 @@ def test_another_dtype_or_kernel_is_a_key_error(change: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"num_heads": 5}, "5 query heads cannot share 2 KV heads"),
-        ({"kv_num_heads": 0}, "0 KV heads"),
-        ({"head_size": 257}, "Head size 257"),
-        ({"v_head_size": -1}, "Head size -1"),
-        ({"num_splits": 0}, "0 splits"),
-        ({"num_splits": 33}, "33 splits"),
-        ({"window": 0}, "window of 0"),
+        ({"num_heads": 5}, "5 query heads cannot share 2 KV heads"), ({"kv_num_heads": 0}, "0 KV heads"),
+        ({"head_size": 257}, "Head size 257"), ({"v_head_size": -1}, "Head size -1"), ({"num_splits": 0}, "0 splits"),
+        ({"num_splits": 33}, "33 splits"), ({"window": 0}, "window of 0"),
     ],
-)
+)  # fmt: skip
 def test_what_the_kernels_do_not_take_is_refused_by_name(change: dict[str, int], named: str) -> None:
     with pytest.raises(UserInputError, match=named):
         replace(SPEC, **change)

@@ -173,17 +173,10 @@ def test_inputs_lie_where_the_operators_schema_has_them() -> None:
     (node,) = (node for node in model.graph if node.op_type == "PagedAttention")
     places = {item.name: value.name for item, value in zip(schema.inputs, node.inputs, strict=False) if value}
     assert places == {
-        "query": "q",
-        "key": "k",
-        "value": "v",
-        "key_cache": "k_cache.0",
-        "value_cache": "v_cache.0",
-        "cumulative_sequence_length": "cu_new_tokens",
-        "past_seqlens": "past_seqlens",
-        "block_table": "block_table",
-        "head_sink": "sinks",
-        "attention_metadata": "attention_metadata",
-    }
+        "query": "q", "key": "k", "value": "v", "key_cache": "k_cache.0", "value_cache": "v_cache.0",
+        "cumulative_sequence_length": "cu_new_tokens", "past_seqlens": "past_seqlens", "block_table": "block_table",
+        "head_sink": "sinks", "attention_metadata": "attention_metadata",
+    }  # fmt: skip
     assert set(node.attributes) <= set(schema.attributes)
     assert {value.name for value in model.graph.inputs} >= {"block_table", "attention_metadata", "sinks"}
 

@@ -17,12 +17,7 @@ from tests.support.references.engine_harness import Engine, build, make_checkpoi
 CAPACITY = 64
 LENGTHS = (38, 30, 34)
 STEP = ["input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens"]
-KINDS = {
-    "llama": "full",
-    "gemma2": "windows, softcap",
-    "gpt_oss": "sinks",
-    "deepseek_v3": "portable",
-}
+KINDS = {"llama": "full", "gemma2": "windows, softcap", "gpt_oss": "sinks", "deepseek_v3": "portable"}
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -21,17 +21,10 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 # values reach about 3, so this is a few units in the last place.
 TOLERANCE = {"float32": 1e-5, "float16": 6e-3, "bfloat16": 5e-2}
 FORMS = {
-    "ragged": "fused-causal",
-    "multi_query": "fused-causal",
-    "large_head_size": "fused-causal",
-    "window": "fused-masked",
-    "window_of_one": "fused-masked",
-    "softcap": "explicit",
-    "sinks": "explicit",
-    "everything": "explicit",
-    "odd_head_size": "explicit",
-    "values_smaller": "explicit",
-}
+    "ragged": "fused-causal", "multi_query": "fused-causal", "large_head_size": "fused-causal",
+    "window": "fused-masked", "window_of_one": "fused-masked", "softcap": "explicit", "sinks": "explicit",
+    "everything": "explicit", "odd_head_size": "explicit", "values_smaller": "explicit",
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -42,15 +42,9 @@ def test_images_install_nothing_but_pins() -> None:
 @each
 def test_no_vulnerability_is_known(path: Path) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "pip_audit",
-        "-r",
-        str(path),
-        "--disable-pip",
-        "--require-hashes",
+        sys.executable, "-m", "pip_audit", "-r", str(path), "--disable-pip", "--require-hashes",
         "--progress-spinner=off",
-    ]
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     unknown = done.returncode == 0 and "could not be audited" in done.stdout
     if unknown or "ConnectionError" in done.stderr:

@@ -10,20 +10,12 @@ from tests.support.cases.refusals import content_of, line_of
 
 NOTHING = "{folder}/nothing"
 REQUIRED = {
-    "build": [NOTHING, "-o", "{folder}/out", "-q"],
-    "verify": [NOTHING],
-    "inspect": [NOTHING],
-    "generate": [NOTHING, "text"],
-    "chat": [NOTHING],
-    "serve": [NOTHING],
-    "demo": [],
+    "build": [NOTHING, "-o", "{folder}/out", "-q"], "verify": [NOTHING], "inspect": [NOTHING],
+    "generate": [NOTHING, "text"], "chat": [NOTHING], "serve": [NOTHING], "demo": [],
     "bench": [NOTHING, "--prompts", "{folder}/p.jsonl"],
-    "train-draft": [NOTHING, "-o", "{folder}/out", "--prompts", "{folder}/p.jsonl", "-q"],
-    "explain": [NOTHING, "text"],
-    "debug": [NOTHING, "--graph", "padded", "-q"],
-    "simulate": [],
-    "doctor": [],
-}
+    "train-draft": [NOTHING, "-o", "{folder}/out", "--prompts", "{folder}/p.jsonl", "-q"], "explain": [NOTHING, "text"],
+    "debug": [NOTHING, "--graph", "padded", "-q"], "simulate": [], "doctor": [],
+}  # fmt: skip
 """What each command must be given, with a folder or file that is not there."""
 
 

@@ -15,14 +15,9 @@ from tests.support.models.tiny_traces import trace_of
 
 HALVES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 MODELS = {
-    "gemma3": "bfloat16",
-    "llama": "float16",
-    "gpt2": "bfloat16",
-    "mixtral": "float16",
-    "deepseek_v3": "float16",
-    "gptj": "bfloat16",
-    "codegen": "float16",
-}
+    "gemma3": "bfloat16", "llama": "float16", "gpt2": "bfloat16", "mixtral": "float16", "deepseek_v3": "float16",
+    "gptj": "bfloat16", "codegen": "float16",
+}  # fmt: skip
 PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv")
 TABLES = ("inv_freq", "embed_positions")
 """Rotary angles: GPT-J and CodeGen hold them as tables."""

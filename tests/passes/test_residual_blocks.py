@@ -118,10 +118,7 @@ def test_a_stream_that_changes_only_its_shape_is_followed() -> None:
             {"b0": "z0 = Add(a0, d0)\nb0 = LayerNormalization(z0, w)"},
             "layer 1 does not read the residual stream as layer 0 left it",
         ),
-        (
-            {"a1": "z1 = Mul(b0, w_scale)\na1 = Add(z1, o1)"},
-            "layer 1's attention is not added to the residual stream",
-        ),
+        ({"a1": "z1 = Mul(b0, w_scale)\na1 = Add(z1, o1)"}, "layer 1's attention is not added to the residual stream"),
         ({"a0": "a0 = Mul(e, o0)"}, "layer 0's attention is not added to the residual stream"),
         ({"k1": "k1 = Identity(k0)"}, leak(0, "attention")),
         ({"d1": "z1 = Add(u1, u0)\nd1 = MatMul(z1, wd)"}, leak(0, "MLP")),

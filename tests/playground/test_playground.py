@@ -50,18 +50,11 @@ def test_a_file_that_is_known_is_not_sent_again(fake_served):
 @pytest.mark.parametrize(
     "path",
     [
-        "/playground/",
-        "/playground/index.html",
-        "/playground/../routes.py",
-        "/playground/%2e%2e/routes.py",
-        "/playground/..%2f..%2fserver/config.py",
-        "/playground/%2e%2e%2f%2e%2e%2f%2e%2e%2f%2e%2e%2fetc/passwd",
-        "/playground/..%5croutes.py",
-        "/playground/main.js%00.css",
-        "/playground//etc/passwd",
-        "/static/main.js",
+        "/playground/", "/playground/index.html", "/playground/../routes.py", "/playground/%2e%2e/routes.py",
+        "/playground/..%2f..%2fserver/config.py", "/playground/%2e%2e%2f%2e%2e%2f%2e%2e%2f%2e%2e%2fetc/passwd",
+        "/playground/..%5croutes.py", "/playground/main.js%00.css", "/playground//etc/passwd", "/static/main.js",
     ],
-)
+)  # fmt: skip
 def test_no_other_path_reaches_a_file(fake_served, path):
     raw = httpx.URL(fake_served.url).copy_with(raw_path=path.encode())  # httpx would tidy the path up
     answer = patience.get(raw)
@@ -99,15 +92,9 @@ def test_what_the_page_is_told_of_a_bundle(fake_served):
     facts = told.json()
     drafters = {each["name"]: each for each in facts.pop("drafters")}
     assert facts == {
-        "model": "fake",
-        "max_model_len": 400,
-        "max_tokens": 399,
-        "chat": True,
-        "max_speculative_tokens": 8,
-        "auto": False,
-        "default_drafter": "draft-model",
-        "default_num_speculative_tokens": 4,
-    }
+        "model": "fake", "max_model_len": 400, "max_tokens": 399, "chat": True, "max_speculative_tokens": 8,
+        "auto": False, "default_drafter": "draft-model", "default_num_speculative_tokens": 4,
+    }  # fmt: skip
     assert list(drafters) == ["draft-model", "head", "lookup", "self", "suffix", "chained", "auto"]
     assert drafters["lookup"] == {"name": "lookup", "num_speculative_tokens": 7, "obstacle": None}
     assert drafters["self"]["num_speculative_tokens"] is None

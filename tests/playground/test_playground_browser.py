@@ -114,13 +114,9 @@ def reported(
 ) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """Tokens with their origins, and the usage, of the same request sent by another client."""
     body = {
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "speculative": {"token_origins": True} | speculative,
-    }
+        "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,
+        "stream_options": {"include_usage": True}, "speculative": {"token_origins": True} | speculative,
+    }  # fmt: skip
     lines = patience.post(f"{served.url}/v1/completions", json=body).text.splitlines()
     events = [json.loads(line[5:]) for line in lines if line.startswith("data:") and "[DONE]" not in line]
     origins = [token for event in events for choice in event["choices"] for token in choice["tokens"]]

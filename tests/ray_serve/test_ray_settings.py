@@ -297,10 +297,7 @@ def test_what_ray_raises_is_told_in_openai_s_shape():
             return as_api_error(raised)
 
     full = ray.serve.exceptions.BackPressureError(num_queued_requests=9, max_queued_requests=9)
-    for error, status, code in (
-        (ray.exceptions.ActorDiedError(), 503, "replica_lost"),
-        (full, 429, "queue_full"),
-    ):
+    for error, status, code in ((ray.exceptions.ActorDiedError(), 503, "replica_lost"), (full, 429, "queue_full")):
         told = asyncio.run(relay(error))
         assert (told.status, told.code) == (status, code)
         assert "Retry-After" in told.headers

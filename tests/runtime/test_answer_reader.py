@@ -44,23 +44,15 @@ GOOD = [
     ("json", '[{"name": "find", "arguments": {"a": "}\\""}}, {"name": "stop"}]', "", [ONE, NO_ARGUMENTS]),
 ]
 TEXT = [
-    ("hermes", "Hello.\n\n"),
-    ("hermes", ""),
-    ("hermes", "see  <tool_call> and </tool_call>"),
+    ("hermes", "Hello.\n\n"), ("hermes", ""), ("hermes", "see  <tool_call> and </tool_call>"),
     ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "find", "arguments": [1]}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "find", "arguments": "x"}</tool_call>'),
-    ("hermes", '<tool_call>\n{"na'),
-    ("hermes", "<tool_call>[]</tool_call>"),
-    ("llama3_json", '{"x": {"name": "find"}}'),
-    ("llama3_json", "<|python_tag|>print(1)"),
-    ("llama3_json", 'as in {"name": "find", "parameters": {}}'),
-    ("mistral", "[TOOL_CALLS]other[ARGS]{}"),
-    ("mistral", "[TOOL_CALLS]"),
-    ("mistral", f"[TOOL_CALLS]{'a' * 300}"),
-    ("json", "[1, 2]"),
-    ("json", '{"name": NaN}'),
-]
+    ("hermes", '<tool_call>{"name": "find", "arguments": "x"}</tool_call>'), ("hermes", '<tool_call>\n{"na'),
+    ("hermes", "<tool_call>[]</tool_call>"), ("llama3_json", '{"x": {"name": "find"}}'),
+    ("llama3_json", "<|python_tag|>print(1)"), ("llama3_json", 'as in {"name": "find", "parameters": {}}'),
+    ("mistral", "[TOOL_CALLS]other[ARGS]{}"), ("mistral", "[TOOL_CALLS]"), ("mistral", f"[TOOL_CALLS]{'a' * 300}"),
+    ("json", "[1, 2]"), ("json", '{"name": NaN}'),
+]  # fmt: skip
 
 
 def pieces_of(text, draw):

@@ -85,18 +85,10 @@ class Rounds(Models):
 
 
 KINDS = [
-    {},
-    {"sparse": True},
-    {"kind": "same"},
-    {"kind": "disjoint"},
-    {"kind": "disjoint", "sparse": True},
-    {"points": (0,)},
-    {"points": (1,)},
-    {"points": (0, 2), "sparse": True},
-    {"points": (0, 1, 2)},
-    {"leaves": 0.6},
+    {}, {"sparse": True}, {"kind": "same"}, {"kind": "disjoint"}, {"kind": "disjoint", "sparse": True},
+    {"points": (0,)}, {"points": (1,)}, {"points": (0, 2), "sparse": True}, {"points": (0, 1, 2)}, {"leaves": 0.6},
     {"leaves": 0.6, "points": (1,)},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("models", KINDS, ids=str)

@@ -11,12 +11,8 @@ from tests.support.cases.manifests import MANIFEST, write
 from tests.support.cases.refusals import line_of
 
 COMMANDS = {
-    "generate": ["text"],
-    "explain": ["text"],
-    "serve": ["--port", "0"],
-    "bench": ["--quiet"],
-    "verify": ["--quiet"],
-}
+    "generate": ["text"], "explain": ["text"], "serve": ["--port", "0"], "bench": ["--quiet"], "verify": ["--quiet"],
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -115,13 +115,9 @@ def test_the_likeliest_ways_are_kept_their_beginnings_first():
     found.add([3, 7], [0.1, 0.05])
     found.add([1, 2, 9], [0.1, 0.1, 0.08])
     assert found.branches(9) == (
-        Branch(3, -1, ratio=pytest.approx(0.5)),
-        Branch(4, 2, ratio=1.0),
-        Branch(6, 0, ratio=pytest.approx(0.375)),
-        Branch(5, 3, ratio=1.0),
-        Branch(9, 1, ratio=1.0),
-        Branch(7, 2, ratio=pytest.approx(0.25)),
-    )
+        Branch(3, -1, ratio=pytest.approx(0.5)), Branch(4, 2, ratio=1.0), Branch(6, 0, ratio=pytest.approx(0.375)),
+        Branch(5, 3, ratio=1.0), Branch(9, 1, ratio=1.0), Branch(7, 2, ratio=pytest.approx(0.25)),
+    )  # fmt: skip
     assert found.branches(2) == found.branches(9)[:2]
     assert found.branches(0) == ()
 

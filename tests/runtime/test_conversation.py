@@ -134,14 +134,10 @@ def test_half_a_character_is_never_kept(tokenizer):
 @pytest.mark.parametrize(
     ("template", "kept"),
     [
-        ("chatml", True),
-        ("plain", True),
-        ("trimmed", True),
-        ("unthinking", False),
-        ("thinking", False),
+        ("chatml", True), ("plain", True), ("trimmed", True), ("unthinking", False), ("thinking", False),
         ("counting", False),
     ],
-)
+)  # fmt: skip
 def test_what_a_template_changes_is_encoded_anew(tokenizer, template, kept):
     chat = start(tokenizer, template)
     output = letters(tokenizer, "<think>hm</think>\n\nyes it is" if template == "unthinking" else "yes it is\n")

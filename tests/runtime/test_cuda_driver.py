@@ -120,14 +120,9 @@ def test_a_recording_becomes_a_graph_that_can_be_launched(runtime):
     driver.close()
     assert runtime.asked[0][2] == real.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
     assert runtime.names == [
-        "cudaStreamBeginCapture",
-        "cudaStreamEndCapture",
-        "cudaGraphInstantiate",
-        "cudaGraphDestroy",
-        "cudaGraphLaunch",
-        "cudaGraphExecDestroy",
-        "cudaStreamDestroy",
-    ]
+        "cudaStreamBeginCapture", "cudaStreamEndCapture", "cudaGraphInstantiate", "cudaGraphDestroy", "cudaGraphLaunch",
+        "cudaGraphExecDestroy", "cudaStreamDestroy",
+    ]  # fmt: skip
     driver.close()
     assert runtime.names.count("cudaStreamDestroy") == 1
 

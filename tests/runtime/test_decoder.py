@@ -9,15 +9,7 @@ from hypothesis import strategies as st
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases.chance import examples
-from tests.support.fakes.loop import (
-    VOCAB,
-    greedy_reference,
-    make_decoder,
-    make_draft,
-    make_sequence,
-    make_target,
-    run,
-)
+from tests.support.fakes.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
 

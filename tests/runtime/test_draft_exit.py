@@ -67,17 +67,11 @@ def test_threshold_and_rate_stay_probabilities(params, rounds):
 @pytest.mark.parametrize(
     ("name", "value", "hint"),
     [
-        ("gamma", -0.1, "[0, 1]"),
-        ("gamma", math.nan, "[0, 1]"),
-        ("gamma", "low", "[0, 1]"),
-        ("gamma", True, "[0, 1]"),
-        ("target_acceptance", 0, "(0, 1]"),
-        ("target_acceptance", 1.5, "(0, 1]"),
-        ("epsilon", math.inf, "[0, 1]"),
-        ("beta1", 1, "[0, 1)"),
-        ("beta2", 1.0, "[0, 1)"),
+        ("gamma", -0.1, "[0, 1]"), ("gamma", math.nan, "[0, 1]"), ("gamma", "low", "[0, 1]"), ("gamma", True, "[0, 1]"),
+        ("target_acceptance", 0, "(0, 1]"), ("target_acceptance", 1.5, "(0, 1]"), ("epsilon", math.inf, "[0, 1]"),
+        ("beta1", 1, "[0, 1)"), ("beta2", 1.0, "[0, 1)"),
     ],
-)
+)  # fmt: skip
 def test_values_out_of_range_are_refused_by_name(name, value, hint):
     with pytest.raises(InvalidRequestError, match=f"{name} is ") as refusal:
         DraftExitParams(**{name: value})

@@ -86,15 +86,11 @@ def target_law(target, options=None):
 @pytest.mark.parametrize(
     ("make", "size", "options"),
     [
-        (draft, 3, {}),
-        (draft, 4, {"top_k": 2}),
-        (draft, 4, {"frequency_penalty": 0.8}),
-        (parallel, 4, {}),
-        (parallel, 4, {"top_k": 2}),
-        (parallel, 4, {"frequency_penalty": 0.8}),
+        (draft, 3, {}), (draft, 4, {"top_k": 2}), (draft, 4, {"frequency_penalty": 0.8}), (parallel, 4, {}),
+        (parallel, 4, {"top_k": 2}), (parallel, 4, {"frequency_penalty": 0.8}),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
-)
+)  # fmt: skip
 def test_a_drafter_s_tree_leaves_the_target_s_law(make, size, options, rule):
     target, drafts, shapes = model(), model(noise=0.9), set()
     drafts.keeps_rows = False  # it draws by numbers, and these are integrated

@@ -224,9 +224,7 @@ def test_what_is_more_urgent_is_read_first_and_the_oldest_gets_a_quarter():
 @examples(80)
 @given(
     prompts=st.lists(
-        st.tuples(st.integers(1, 90), st.sampled_from("abc"), st.integers(0, 1), st.booleans()),
-        min_size=1,
-        max_size=8,
+        st.tuples(st.integers(1, 90), st.sampled_from("abc"), st.integers(0, 1), st.booleans()), min_size=1, max_size=8
     ),
     tokens=st.integers(1, 120),
 )

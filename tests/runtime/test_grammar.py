@@ -216,17 +216,12 @@ def test_penalties_and_bias_go_along(engine):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({}, "nothing is given"),
-        ({"regex": "a", "choice": ("b",)}, "regex, choice"),
-        ({"json": "{"}, "no JSON"),
-        ({"json": "[]"}, "no JSON schema"),
-        ({"choice": "text"}, "choice"),
-        ({"choice": ()}, "0 texts"),
-        ({"json_object": 1}, "json_object is 1"),
-        ({"regex": 5}, "regex"),
+        ({}, "nothing is given"), ({"regex": "a", "choice": ("b",)}, "regex, choice"), ({"json": "{"}, "no JSON"),
+        ({"json": "[]"}, "no JSON schema"), ({"choice": "text"}, "choice"), ({"choice": ()}, "0 texts"),
+        ({"json_object": 1}, "json_object is 1"), ({"regex": 5}, "regex"),
         ({"regex": "a" * 300_000}, "300000 characters"),
     ],
-)
+)  # fmt: skip
 def test_a_form_is_one_thing_of_its_type(fields, said):
     with pytest.raises(InvalidRequestError, match=said):
         StructuredOutputs(**fields)

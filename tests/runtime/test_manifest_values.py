@@ -21,31 +21,9 @@ from tests.support.cases.manifests import DRAFT, ENTRY, FILES, HEAD, MANIFEST, w
 DRAFT_JSON = MANIFEST.to_json()["models"]["draft"]
 LAST = {"number": 1, "similarity": 1.0}
 ABSURD = (
-    None,
-    True,
-    0,
-    -1,
-    1,
-    1e300,
-    float("nan"),
-    10**9,
-    10**12,
-    10**400,
-    "",
-    "x",
-    "../x",
-    "/etc/passwd",
-    "C:\\x",
-    "a\x00b",
-    "\ud800",
-    "y" * 300,
-    [],
-    [None],
-    [["x", "y"]],
-    {},
-    {"x": None},
-    {"../x": {"sha256": "", "size": 1}},
-)
+    None, True, 0, -1, 1, 1e300, float("nan"), 10**9, 10**12, 10**400, "", "x", "../x", "/etc/passwd", "C:\\x",
+    "a\x00b", "\ud800", "y" * 300, [], [None], [["x", "y"]], {}, {"x": None}, {"../x": {"sha256": "", "size": 1}},
+)  # fmt: skip
 
 
 def places(value, path=()):
@@ -177,18 +155,13 @@ def test_no_value_in_any_place_is_a_traceback(tmp_path, share):
     "content",
     [
         "[" * 100_000 + "]" * 100_000,
-        '{"schema_version": 4, "abi_version": 3, "recipe": ' + '{"a":' * 50_000 + "1" + "}" * 50_001,
-        "{",
-        "[]",
-        '{"schema_version": 1}',
-        '{"schema_version": 1e999, "abi_version": 3}',
-        '{"schema_version": null, "abi_version": 3}',
-        '{"schema_version": "5", "abi_version": 3}',
-        '{"schema_version": ' + "9" * 5000 + ', "abi_version": 3}',
-        '"\\ud800"',
+        '{"schema_version": 4, "abi_version": 3, "recipe": ' + '{"a":' * 50_000 + "1" + "}" * 50_001, "{", "[]",
+        '{"schema_version": 1}', '{"schema_version": 1e999, "abi_version": 3}',
+        '{"schema_version": null, "abi_version": 3}', '{"schema_version": "5", "abi_version": 3}',
+        '{"schema_version": ' + "9" * 5000 + ', "abi_version": 3}', '"\\ud800"',
     ],
     ids=["deep list", "deep table", "cut", "list", "no abi", "infinite", "null", "text", "long", "surrogate"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("command", [["generate", "text"], ["inspect"], ["verify"]])
 def test_a_manifest_that_is_no_manifest_is_one_line(tmp_path, content, command):
     (tmp_path / "manifest.json").write_text(content)

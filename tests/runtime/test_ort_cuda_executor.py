@@ -138,19 +138,12 @@ def test_few_tokens_get_a_row_each_and_steps_of_the_same_sizes_share_a_graph(ort
 @pytest.mark.parametrize(
     ("capability", "switch", "fields", "expected"),
     [
-        (80, None, {}, False),
-        (89, "1", {}, False),
-        (90, None, {}, True),
-        (90, "1", {"windows": (-1, -1)}, True),
-        (120, None, {"feature_size": 8, "mask_token_id": 3}, True),
-        (120, "0", {}, False),
-        (0, None, {}, False),
-        (90, None, {"windows": (-1, 64)}, False),
-        (90, None, {"num_draft_heads": 3}, False),
-        (90, None, {"inputs": (*INPUTS, "row_totals")}, False),
-        (90, None, {"layers": ()}, False),
+        (80, None, {}, False), (89, "1", {}, False), (90, None, {}, True), (90, "1", {"windows": (-1, -1)}, True),
+        (120, None, {"feature_size": 8, "mask_token_id": 3}, True), (120, "0", {}, False), (0, None, {}, False),
+        (90, None, {"windows": (-1, 64)}, False), (90, None, {"num_draft_heads": 3}, False),
+        (90, None, {"inputs": (*INPUTS, "row_totals")}, False), (90, None, {"layers": ()}, False),
     ],
-)
+)  # fmt: skip
 def test_a_row_for_each_token_is_for_causal_layers_that_cudnn_computes(capability, switch, fields, expected):
     environment = {} if switch is None else {CUDNN_SWITCH: switch}
     assert pays(changed(ENTRY, **fields), capability, environment) is expected

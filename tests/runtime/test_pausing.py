@@ -243,12 +243,7 @@ class Crowd:
 @pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("name", "reuse", "events"),
-    [
-        ("draft-model", True, EVENTS),
-        ("chained", False, EVENTS // 2),
-        ("head", True, EVENTS),
-        ("self", False, 250),
-    ],
+    [("draft-model", True, EVENTS), ("chained", False, EVENTS // 2), ("head", True, EVENTS), ("self", False, 250)],
 )
 def test_a_crowd(name, reuse, events):
     crowd = Crowd(chance.seed(5), name, reuse)

@@ -79,17 +79,11 @@ TRAITS = {name: kind.traits for name, kind in PARTS.items()}
 @pytest.mark.parametrize(
     ("drafter", "lookahead", "stages"),
     [
-        (None, None, ["draft-model"]),
-        (None, "auto", ["draft-model"]),
-        ("auto", None, ["draft-model"]),
-        ("auto", "auto", ["draft-model"]),
-        ("auto", 3, ["draft-model"]),
-        ("draft-model", "auto", ["draft-model"]),
-        ("chained", "auto", ["lookup", "draft-model"]),
-        ("suffix", None, ["suffix"]),
-        ("suffix", "auto", ["suffix"]),
+        (None, None, ["draft-model"]), (None, "auto", ["draft-model"]), ("auto", None, ["draft-model"]),
+        ("auto", "auto", ["draft-model"]), ("auto", 3, ["draft-model"]), ("draft-model", "auto", ["draft-model"]),
+        ("chained", "auto", ["lookup", "draft-model"]), ("suffix", None, ["suffix"]), ("suffix", "auto", ["suffix"]),
     ],
-)
+)  # fmt: skip
 def test_a_seed_gets_what_depends_on_no_other_request_whatever_the_default_is(drafter, lookahead, stages):
     abilities = Abilities(TRAITS, {}, 8, frozenset(TRAITS), takes_trees=True)
     defaults = DraftDefaults(drafter, lookahead)

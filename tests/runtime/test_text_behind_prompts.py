@@ -115,9 +115,7 @@ def test_the_text_is_what_the_whole_has_more_than_the_prompt(kind):
         ids = draw_ids(rng, tokenizer, rng.choice([2, 8, 40]))
         stops = ["".join(rng.choices("ab c.中", k=rng.randrange(1, 4))) for _ in range(rng.randrange(3))]
         params = SamplingParams(
-            stop=stops or (),
-            include_stop_str_in_output=rng.random() < 0.5,
-            skip_special_tokens=rng.random() < 0.5,
+            stop=stops or (), include_stop_str_in_output=rng.random() < 0.5, skip_special_tokens=rng.random() < 0.5
         )
         hidden = frozenset(specials[1:]) if params.skip_special_tokens and rng.random() < 0.3 else None
         count, wanted = until_stop(tokenizer, prompt, ids, params, hidden)

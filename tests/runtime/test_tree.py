@@ -176,11 +176,7 @@ def test_a_tree_keeps_more_than_its_chain_and_the_whole_more_than_one_by_one():
         made, shape = Models(seed), SHAPES["wide and deep"]
         chain, small, whole = (
             judged(made, rule, each)[1]
-            for rule, each in (
-                (accept_tree, [("d", [("d", [])])]),
-                (accept_tree, shape),
-                (accept_tree_block, shape),
-            )
+            for rule, each in ((accept_tree, [("d", [("d", [])])]), (accept_tree, shape), (accept_tree_block, shape))
         )
         assert whole > small > 1.03 * chain
 
@@ -313,9 +309,5 @@ def test_what_is_left_for_a_sibling():
     laws = [dense, dense, sparse]
     with pytest.raises(CheckFailedError, match="in its own draft distribution"):
         accept_tree(
-            [0, 1, 5],
-            [-1, -1, -1],
-            laws,
-            lambda _: Distribution(None, np.eye(9)[8]),
-            RoundDraws(RandomStream(0)),
+            [0, 1, 5], [-1, -1, -1], laws, lambda _: Distribution(None, np.eye(9)[8]), RoundDraws(RandomStream(0))
         )

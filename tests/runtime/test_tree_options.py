@@ -17,20 +17,13 @@ def plan(*, takes_trees=True, **options):
 @pytest.mark.parametrize(
     ("options", "size"),
     [
-        ({}, MOST_NODES),
-        ({"tree_size": "auto"}, MOST_NODES),
-        ({"tree_size": 0}, 0),
-        ({"tree_size": 9}, 9),
-        ({"num_speculative_tokens": 4}, 0),
-        ({"num_speculative_tokens": 4, "tree_size": 12}, 12),
-        ({"speculation": False}, 0),
-        ({"speculation": False, "tree_size": "auto"}, 0),
-        ({"takes_trees": False}, 0),
-        ({"takes_trees": False, "tree_size": "auto"}, 0),
-        ({"takes_trees": False, "tree_size": 0}, 0),
+        ({}, MOST_NODES), ({"tree_size": "auto"}, MOST_NODES), ({"tree_size": 0}, 0), ({"tree_size": 9}, 9),
+        ({"num_speculative_tokens": 4}, 0), ({"num_speculative_tokens": 4, "tree_size": 12}, 12),
+        ({"speculation": False}, 0), ({"speculation": False, "tree_size": "auto"}, 0), ({"takes_trees": False}, 0),
+        ({"takes_trees": False, "tree_size": "auto"}, 0), ({"takes_trees": False, "tree_size": 0}, 0),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_request_has_the_tree_it_asks_for_and_none_where_it_pins_a_chain(options, size):
     assert plan(**options).tree_size == size
 

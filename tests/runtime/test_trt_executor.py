@@ -155,13 +155,8 @@ def test_capture_records_the_largest_first_and_leaves_the_caches_alone(tmp_path,
     sizes = [entry.engine.limits.profiles[key.profile].num_tokens for key in executor.graphs.keys]
     assert sizes == [20, 10, 5, 4, 2, 1]
     assert [profile.name for profile in engine.runs[1:]] == [
-        "verify 4x5",
-        "verify 2x5",
-        "verify 1x5",
-        "decode 4x1",
-        "decode 2x1",
-        "decode 1x1",
-    ]
+        "verify 4x5", "verify 2x5", "verify 1x5", "decode 4x1", "decode 2x1", "decode 1x1",
+    ]  # fmt: skip
     launched = gpu.calls["launch"]
     pair.step(0, [5, 5, 5, 1])
     pair.step(0, [1])

@@ -19,16 +19,10 @@ from tests.support.cases.present_gpu import has_gpu
 
 LEAN, RTX = "tensorrt_lean_bindings", "tensorrt_rtx"
 OWNERS = {
-    "trt": "",
-    "self._trt": "",
-    "runtime": "Runtime",
-    "engine": "ICudaEngine",
-    "self._engine": "ICudaEngine",
-    "context": "IExecutionContext",
-    "self._context": "IExecutionContext",
-    "config": "IRuntimeConfig",
+    "trt": "", "self._trt": "", "runtime": "Runtime", "engine": "ICudaEngine", "self._engine": "ICudaEngine",
+    "context": "IExecutionContext", "self._context": "IExecutionContext", "config": "IRuntimeConfig",
     "self._cache": "IRuntimeCache",
-}
+}  # fmt: skip
 """The class of each expression in ``trt_engine`` that holds an object of the package; empty: the module."""
 
 

@@ -178,8 +178,7 @@ def test_the_working_directory_is_no_cache(xdg: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("home", "stated"),
-    [("relative", {}), (None, {}), ("", {"XDG_CACHE_HOME": "~/x"}), ("", {ROOT_VARIABLE: "~/x"})],
+    ("home", "stated"), [("relative", {}), (None, {}), ("", {"XDG_CACHE_HOME": "~/x"}), ("", {ROOT_VARIABLE: "~/x"})]
 )
 def test_without_a_home_folder_there_is_no_cache(home, stated, tmp_path, monkeypatch, caplog) -> None:
     def no_home() -> Path:

@@ -14,35 +14,17 @@ LEAST = {
     RESPONSES: {"input": "w1 w2", "max_output_tokens": 6, "seed": 5},
 }
 HINTS = {
-    "user": "somebody",
-    "safety_identifier": "somebody",
-    "metadata": {"trace": "1"},
-    "store": True,
-    "prompt_cache_key": "thread-1",
-    "prompt_cache_retention": "24h",
-    "service_tier": "auto",
-    "top_p": 1,
-    "top_k": -1,
-    "stop": [],
-    "logit_bias": {},
-    "stream": False,
-    "min_tokens": 0,
-    "use_beam_search": False,
-    "temperature": None,
+    "user": "somebody", "safety_identifier": "somebody", "metadata": {"trace": "1"}, "store": True,
+    "prompt_cache_key": "thread-1", "prompt_cache_retention": "24h", "service_tier": "auto", "top_p": 1, "top_k": -1,
+    "stop": [], "logit_bias": {}, "stream": False, "min_tokens": 0, "use_beam_search": False, "temperature": None,
     "speculative": None,
-}
+}  # fmt: skip
 NO_TOOLS = {"tools": [], "tool_choice": "none", "parallel_tool_calls": False}
 OFF_IN_CHAT = NO_TOOLS | {
-    "functions": [],
-    "function_call": "none",
-    "audio": None,
-    "modalities": ["text"],
-    "response_format": {"type": "text"},
-    "add_generation_prompt": True,
-    "continue_final_message": False,
-    "echo": False,
+    "functions": [], "function_call": "none", "audio": None, "modalities": ["text"],
+    "response_format": {"type": "text"}, "add_generation_prompt": True, "continue_final_message": False, "echo": False,
     "chat_template_kwargs": {},
-}
+}  # fmt: skip
 OFF_IN_RESPONSES = NO_TOOLS | {
     "truncation": "disabled",
     "background": False,

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from specexport_runtime import SpecEngine
-from specexport_runtime.errors import InvalidRequestError, RequestFailedError
+from specexport_runtime.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.requests.stats import RequestStats
 from specexport_runtime.server.config import ServerConfig
@@ -94,21 +94,12 @@ def test_the_line_of_a_completion(fake_served, logged):
     line = line_of(logged, "req-1")
     usage = answer.json()["usage"]
     expected = {
-        "level": "info",
-        "logger": "specexport.access",
-        "message": "request",
-        "method": "POST",
-        "path": "/v1/completions",
-        "status": 200,
-        "client": "127.0.0.1",
-        "model": "fake",
-        "user": "someone",
-        "streamed": False,
-        "choices": 2,
-        "generated_tokens": usage["completion_tokens"],
+        "level": "info", "logger": "specexport.access", "message": "request", "method": "POST",
+        "path": "/v1/completions", "status": 200, "client": "127.0.0.1", "model": "fake", "user": "someone",
+        "streamed": False, "choices": 2, "generated_tokens": usage["completion_tokens"],
         "finish_reasons": list({choice["finish_reason"] for choice in answer.json()["choices"]}),
         **{name: usage["speculative"][name] for name in ("rounds", "drafted", "accepted")},
-    }
+    }  # fmt: skip
     assert {name: line[name] for name in expected} == expected
     assert line["prompt_tokens"] == 4
     assert 0 <= line["queued_ms"] <= line["ttft_ms"] <= line["duration_ms"]
@@ -321,9 +312,10 @@ def test_exceptions_of_ours_keep_their_text_and_all_keep_their_causes():
         record = logging.LogRecord("x", logging.ERROR, "", 0, "m", (), info)
         return json.loads(JsonFormatter().format(record))
 
-    line = raised(RequestFailedError("it was the engine"), MemoryError("private"))
-    assert (line["error"], line["error_message"]) == ("RequestFailedError", "it was the engine")
-    assert line["stack"].index("MemoryError") < line["stack"].index("RequestFailedError")
+    assert "private" not in json.dumps(raised(RequestFailedError("by MemoryError: private"), MemoryError("private")))
+    line = raised(EngineDeadError("it was the engine"), MemoryError("private"))
+    assert (line["error"], line["error_message"]) == ("EngineDeadError", "it was the engine")
+    assert line["stack"].index("MemoryError") < line["stack"].index("EngineDeadError")
     assert "private" not in json.dumps(line)
     assert "error_message" not in raised(ValueError("private"), None)
     assert raised(InvalidRequestError("a", "b"), None)["error_message"] == "a Fix: b"

@@ -108,15 +108,11 @@ def test_usage_tells_of_the_draft(complete, fake_served):
     stats = alone(fake_served, PROMPT, temperature=0, max_tokens=40).stats
     assert stats.drafted > stats.accepted > 0
     assert answer.usage.speculative == {
-        "rounds": stats.rounds,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "branches": stats.branches,
-        "accepted_branches": stats.accepted_branches,
-        "acceptance_rate": stats.acceptance_rate,
+        "rounds": stats.rounds, "drafted": stats.drafted, "accepted": stats.accepted, "branches": stats.branches,
+        "accepted_branches": stats.accepted_branches, "acceptance_rate": stats.acceptance_rate,
         "mean_accepted_length": stats.mean_accepted_length,
         "drafters": {name: counts.to_json() for name, counts in stats.drafters.items()},
-    }
+    }  # fmt: skip
     assert list(stats.drafters) == ["draft-model"]
 
 

@@ -46,11 +46,7 @@ def formatted(schema, *, strict=True, name="answer"):
 @pytest.mark.parametrize(("drafter", "temperature"), [("none", 1), ("draft-model", 1), ("auto", 0)])
 def test_an_answer_follows_its_schema(client, drafter, temperature):
     answer = complete(
-        client,
-        temperature=temperature,
-        n=3,
-        response_format=formatted(SCHEMA),
-        speculative={"drafter": drafter},
+        client, temperature=temperature, n=3, response_format=formatted(SCHEMA), speculative={"drafter": drafter}
     )
     for choice in answer.choices:
         assert choice.finish_reason == "stop"

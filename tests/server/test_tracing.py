@@ -65,28 +65,17 @@ def test_the_span_of_a_completion(fake_served, exporter):
     assert server.parent.trace_id == int(PARENT.split("-")[1], 16) == server.context.trace_id
     assert server.parent.span_id == int(PARENT.split("-")[2], 16)
     expected = {
-        "http.request.method": "POST",
-        "http.route": "/v1/completions",
-        "http.response.status_code": 200,
-        "url.path": "/v1/completions",
-        "url.scheme": "http",
-        "client.address": "127.0.0.1",
-        "server.address": "127.0.0.1",
-        "server.port": fake_served.port,
-        "network.protocol.version": "1.1",
-        "gen_ai.operation.name": "text_completion",
-        "gen_ai.provider.name": "specexport",
-        "gen_ai.request.model": "fake",
-        "gen_ai.response.model": "fake",
-        "gen_ai.request.stream": False,
-        "gen_ai.request.max_tokens": 12,
-        **{f"gen_ai.request.{name}": value for name, value in params.items()},
-        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
-        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        "http.request.method": "POST", "http.route": "/v1/completions", "http.response.status_code": 200,
+        "url.path": "/v1/completions", "url.scheme": "http", "client.address": "127.0.0.1",
+        "server.address": "127.0.0.1", "server.port": fake_served.port, "network.protocol.version": "1.1",
+        "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "specexport",
+        "gen_ai.request.model": "fake", "gen_ai.response.model": "fake", "gen_ai.request.stream": False,
+        "gen_ai.request.max_tokens": 12, **{f"gen_ai.request.{name}": value for name, value in params.items()},
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"], "gen_ai.usage.output_tokens": usage["completion_tokens"],
         "gen_ai.response.finish_reasons": (answer.json()["choices"][0]["finish_reason"],),
         "specexport.request_id": "traced",
         **{f"specexport.{name}": usage["speculative"][name] for name in ("rounds", "drafted", "accepted")},
-    }
+    }  # fmt: skip
     assert {name: server.attributes.get(name) for name in expected} == expected
     assert server.status.status_code is StatusCode.UNSET
     assert "w1 w2" not in json.dumps(dict(server.attributes))

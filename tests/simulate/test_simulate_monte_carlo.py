@@ -9,13 +9,9 @@ LIMIT = 4.5  # standard errors; a right formula exceeds it once in 150000 compar
 SAMPLES = 20000
 
 MODELS = [
-    Drafts(0.5, 7),
-    Drafts(0.8, 4),
-    Drafts(0.3, 1),
-    Drafts(0.7, 7, hit_rate=0.4),
-    Drafts(0.7, 7, concentration=2.0),
+    Drafts(0.5, 7), Drafts(0.8, 4), Drafts(0.3, 1), Drafts(0.7, 7, hit_rate=0.4), Drafts(0.7, 7, concentration=2.0),
     Drafts(0.6, 5, hit_rate=0.8, concentration=10.0),
-]
+]  # fmt: skip
 
 
 def within(estimate, expected):

@@ -77,7 +77,7 @@ class _Steps:
 
 
 class LearnedCosts:
-    """Ratios by which promised seconds are mended, by the number of rows; ``keep`` gets those that changed."""
+    """Ratios by which promised seconds are mended, by the number of rows; ``keep`` gets all after a change."""
 
     def __init__(self, known: Any = None, *, keep: Callable[[dict[str, Any]], object] = lambda _: None) -> None:
         self.version = 0

@@ -153,7 +153,7 @@ def _answer_all() -> None:
     tokenizer = LLTokenizer(TokenizerWrapper(alphabet), n_vocab=vocabulary["size"], eos_token=vocabulary["ends"])
     limits, (work_s, token_s, memory) = LLParserLimits(**vocabulary["limits"]), vocabulary["most"]
     begun = _sizes()[1]
-    _answer(0)
+    print(0, flush=True)  # noqa: T201 - the parent reads it
     for line in sys.stdin:
         grammar = json.loads(line)
         _limit_memory(memory)
@@ -161,12 +161,7 @@ def _answer_all() -> None:
         with suppress(ValueError):  # what is wrong with it is said where it is compiled
             _try(grammar, tokenizer, limits, alphabet, token_s)
         _limit_work("PROF", 0)
-        _answer(_sizes()[1] - begun)
-
-
-def _answer(number: int) -> None:
-    sys.stdout.write(f"{number}\n")
-    sys.stdout.flush()
+        print(_sizes()[1] - begun, flush=True)  # noqa: T201
 
 
 class _Alphabet:
@@ -223,6 +218,7 @@ def _limit_memory(more: int) -> None:
     if size := _sizes()[0]:
         import resource
 
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with suppress(ValueError):  # the system's own limit is lower
             resource.setrlimit(resource.RLIMIT_AS, (size + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
@@ -242,8 +238,4 @@ if __name__ == "__main__":
         for number in (signal.SIGPROF, signal.SIGVTALRM):  # what starts a process may have set them aside
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    with suppress(ImportError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     on_deep_stack(_answer_all, STACK)

@@ -13,12 +13,7 @@ from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import Conversation, read_conversation
 from specexport_runtime.server.errors import invalid, over_limit, shown, unsupported
 from specexport_runtime.server.models import adapter_of
-from specexport_runtime.server.prompt_tokens import (
-    check_prompt,
-    check_reference,
-    encode,
-    max_tokens_of,
-)
+from specexport_runtime.server.prompt_tokens import check_prompt, check_reference, encode, max_tokens_of
 from specexport_runtime.server.protocol import ChatRequest, Choices, CompletionRequest, Sampling, join_text
 from specexport_runtime.server.responses import check_entries, most_tokens
 from specexport_runtime.server.structured import form_of

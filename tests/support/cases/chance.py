@@ -34,13 +34,9 @@ def load_profile() -> None:
     from hypothesis.internal.constants_ast import Constants
 
     common: dict[str, Any] = {
-        "database": None,
-        "deadline": None,
-        "derandomize": FUZZ_SEED is None,
-        "max_examples": many(100),
-        "print_blob": True,
-        "suppress_health_check": BUSY_MACHINE,
-    }
+        "database": None, "deadline": None, "derandomize": FUZZ_SEED is None, "max_examples": many(100),
+        "print_blob": True, "suppress_health_check": BUSY_MACHINE,
+    }  # fmt: skip
     settings.register_profile("specexport", **common)
     settings.load_profile("specexport")
     # Hypothesis also tries constants of those of our modules that happen to be loaded: of the tests that ran before.

@@ -80,13 +80,9 @@ HEAD = ModelEntry(
     draft_head=DraftHeadEntry("eagle3", (2, -1), 0.5, "otherwise", 3, 7, "head/mask.npy", 4, reads_draft=True),
 )
 FILES = (
-    "draft/lm_head_ids.npy",
-    "head/mask.npy",
-    "target/model.onnx",
-    "target/sm89.engine",
-    "target/sm120.engine",
+    "draft/lm_head_ids.npy", "head/mask.npy", "target/model.onnx", "target/sm89.engine", "target/sm120.engine",
     "target/model.padded.onnx",
-)
+)  # fmt: skip
 MANIFEST = Manifest(
     name="tiny",
     build_key="key",

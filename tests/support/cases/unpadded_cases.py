@@ -103,13 +103,9 @@ def make_positions(case: Case) -> dict[str, np.ndarray]:
 
 def attributes(case: Case) -> dict[str, Any]:
     return {
-        "num_heads": case.heads,
-        "kv_num_heads": case.kv_heads,
-        "scale": case.scale,
-        "window": case.window,
-        "softcap": case.softcap,
-        "causal": case.causal,
-    }
+        "num_heads": case.heads, "kv_num_heads": case.kv_heads, "scale": case.scale, "window": case.window,
+        "softcap": case.softcap, "causal": case.causal,
+    }  # fmt: skip
 
 
 def expect(

@@ -23,16 +23,11 @@ TensorRTPhase = enum.Enum("TensorRTPhase", "BUILD RUNTIME", start=0)
 PluginArgType = enum.Enum("PluginArgType", "INT", start=0)
 PluginArgDataType = enum.Enum("PluginArgDataType", "INT8 INT16 INT32", start=0)
 OPERATIONS: dict[DimensionOperation, Callable[[int, int], int]] = {
-    DimensionOperation.SUM: lambda a, b: a + b,
-    DimensionOperation.PROD: lambda a, b: a * b,
-    DimensionOperation.MAX: max,
-    DimensionOperation.MIN: min,
-    DimensionOperation.SUB: lambda a, b: a - b,
-    DimensionOperation.EQUAL: lambda a, b: int(a == b),
-    DimensionOperation.LESS: lambda a, b: int(a < b),
-    DimensionOperation.FLOOR_DIV: lambda a, b: a // b,
-    DimensionOperation.CEIL_DIV: lambda a, b: -(-a // b),
-}
+    DimensionOperation.SUM: lambda a, b: a + b, DimensionOperation.PROD: lambda a, b: a * b,
+    DimensionOperation.MAX: max, DimensionOperation.MIN: min, DimensionOperation.SUB: lambda a, b: a - b,
+    DimensionOperation.EQUAL: lambda a, b: int(a == b), DimensionOperation.LESS: lambda a, b: int(a < b),
+    DimensionOperation.FLOOR_DIV: lambda a, b: a // b, DimensionOperation.CEIL_DIV: lambda a, b: -(-a // b),
+}  # fmt: skip
 
 
 class IDimensionExpr:

@@ -46,17 +46,12 @@ def make_entry(lookahead: int = 4, rows: int = 4, max_model_len: int = 64, **cha
     draft = bool(changes.pop("draft", False))
     tokens = changes.pop("tokens", 64)
     fields = {
-        "path": "target/model.sm89.engine",
-        "backend": "tensorrt-rtx",
-        "dtype": "float16",
-        "layers": LAYERS,
-        "inputs": NATIVE,
-        "lowering": "native",
+        "path": "target/model.sm89.engine", "backend": "tensorrt-rtx", "dtype": "float16", "layers": LAYERS,
+        "inputs": NATIVE, "lowering": "native",
         "files": (EngineFile("target/model.sm89.engine", "sm89", "tensorrt-rtx", "1.7.1.116", 4096),),
         "profiles": make_profiles(lookahead, rows, tokens, draft=draft),
-        "kv_capacity": max_model_len + 2 * (lookahead + 1),
-        "max_num_seqs": rows,
-    }
+        "kv_capacity": max_model_len + 2 * (lookahead + 1), "max_num_seqs": rows,
+    }  # fmt: skip
     return entries.make_entry(**{**fields, **changes})
 
 

@@ -13,10 +13,7 @@ from specexport_runtime import SamplingParams, SpecEngine
 from tests.support.fakes.rounds import check_every_round
 from tests.support.models.tiny_models import HYBRIDS, make_model, save_checkpoint
 
-NAMED = (
-    *("qwen3_next", "qwen3_5", "granitemoehybrid", "lfm2", "falcon_h1", "nemotron_h", "bamba", "jamba"),
-    "mamba2",
-)
+NAMED = (*("qwen3_next", "qwen3_5", "granitemoehybrid", "lfm2", "falcon_h1", "nemotron_h", "bamba", "jamba"), "mamba2")
 """The hybrids that people run, and a model of state spaces alone."""
 KNOWN = 259
 """Tokens that the tokenizer has: no other is ever drafted."""

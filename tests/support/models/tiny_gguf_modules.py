@@ -161,15 +161,11 @@ def settings_of(architecture: str, module: Module | Modules, num_layers: int) ->
     num_modules = 1 if isinstance(module, Module) else len(module.tensors)
     config, rope = module.target.config, module.target.config.rope_parameters
     found = {
-        "block_count": num_layers + num_modules,
-        "nextn_predict_layers": num_modules,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "feed_forward_length": config.intermediate_size,
-    }
+        "block_count": num_layers + num_modules, "nextn_predict_layers": num_modules,
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "feed_forward_length": config.intermediate_size,
+    }  # fmt: skip
     if architecture == "mimo2":
         return found | _scored(config) | _of_mimo(config, num_modules)
     found["rope.freq_base"] = float(rope["rope_theta"])

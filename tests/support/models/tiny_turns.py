@@ -20,7 +20,7 @@ _MIMO = GROUPED | {
 ALL_FAMILIES = FAMILIES | {
     "mimo-v2-flash": Family(
         "MiMoV2Flash", _MIMO, "", "", ("enorm", "hnorm", "eh_proj", "final_layernorm"), norm_output=False
-    ),
+    )
 }
 """MiMo-V2's own layers have a window and sinks, and are those of modules in turn alone."""
 PLACES = {

@@ -72,10 +72,7 @@ def emit(toy, length, lookahead, draws, rule):
     while len(done) < length:
         drafted, distributions = toy.propose(done, lookahead, draws)
         verdict = rule(
-            drafted,
-            distributions,
-            lambda j, done=done, drafted=drafted: toy.target(done, drafted[:j]),
-            draws,
+            drafted, distributions, lambda j, done=done, drafted=drafted: toy.target(done, drafted[:j]), draws
         )
         draws.end_round()
         done += (*drafted[: verdict.accepted], verdict.next_token)

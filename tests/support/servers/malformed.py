@@ -138,16 +138,12 @@ def wrong_encoding(draw: random.Random) -> RawRequest:
     text = json.dumps(valid_body(draw, path) | {"user": "é€😀"}, ensure_ascii=False)
     kind, body = draw.choice(
         [
-            (b"gzip", gzip.compress(text.encode(), mtime=0)),
-            (b"gzip", text.encode()),
-            (b"br", text.encode()),
-            (b"identity", text.encode("utf-16")),
-            (b"identity", text.encode("utf-8")[:-6] + b'"}'),
+            (b"gzip", gzip.compress(text.encode(), mtime=0)), (b"gzip", text.encode()), (b"br", text.encode()),
+            (b"identity", text.encode("utf-16")), (b"identity", text.encode("utf-8")[:-6] + b'"}'),
             (b"identity", text.encode("latin-1", "replace").replace(b"?", b"\xe9")),
-            (b"identity", text.encode("utf-8-sig")),
-            (b"", text.encode("utf-32")),
+            (b"identity", text.encode("utf-8-sig")), (b"", text.encode("utf-32")),
         ]
-    )
+    )  # fmt: skip
     headers = (("Content-Type", b"application/json"), ("Content-Encoding", kind))
     return RawRequest("wrong encoding", frame(path, body, headers=headers))
 
@@ -159,16 +155,11 @@ def bad_chunks(draw: random.Random) -> RawRequest:
     size = f"{len(body):x}".encode()
     chunks = draw.choice(
         [
-            size + b"\r\n" + body + b"\r\n0\r\n\r\n",
-            size + b"\r\n" + body,
-            b"-5\r\n" + body + b"\r\n0\r\n\r\n",
-            b"zz\r\n" + body,
-            b"f" * 40 + b"\r\n" + body,
-            b"\r\n\r\n",
-            size + b";" + b"x" * 3000 + b"\r\n" + body + b"\r\n0\r\nX: y\r\n\r\n",
-            b"1\r\n{\r\n" * 50 + b"0\r\n\r\n",
+            size + b"\r\n" + body + b"\r\n0\r\n\r\n", size + b"\r\n" + body, b"-5\r\n" + body + b"\r\n0\r\n\r\n",
+            b"zz\r\n" + body, b"f" * 40 + b"\r\n" + body, b"\r\n\r\n",
+            size + b";" + b"x" * 3000 + b"\r\n" + body + b"\r\n0\r\nX: y\r\n\r\n", b"1\r\n{\r\n" * 50 + b"0\r\n\r\n",
         ]
-    )
+    )  # fmt: skip
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n".encode()
     head += b"Content-Type: application/json\r\n"
     extra = draw.choice([b"", b"", b"Content-Length: 3\r\n", b"Transfer-Encoding: gzip\r\n"])

@@ -45,11 +45,7 @@ class ServerProcess:
     ) -> None:
         command = [sys.executable, *start, str(bundle), "--port", str(port), *QUICK, *options]
         self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | (environment or {}),
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | (environment or {})
         )
         self.url = ""
 
