@@ -15,10 +15,10 @@ TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=fa
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: no-library help install demo test test-long test-all test-annex check mutants fuzz audit lint format docs clean distclean
+.PHONY: no-library help install demo test test-long test-all test-annex check mutants fuzz audit bench-kernels lint format docs clean distclean
 
 help: ## list the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 install: $(VENV)/.installed-demo ## make .venv and install what is needed to build and run bundles
 
@@ -54,6 +54,9 @@ fuzz: $(VENV)/.installed-dev ## property and differential tests with a random se
 
 audit: $(VENV)/.installed-dev ## ask PyPI for known vulnerabilities of what the images hold (docker/pins)
 	$(TEST_ENV) $(PYTEST) tests/packaging/test_pins.py $(PYTEST_ARGS)
+
+bench-kernels: $(VENV)/.installed-dev ## time the products of packed weights; KERNELS_ARGS="--against ../other --kernels avx2"
+	$(BIN)/python benchmarks/kernels.py $(KERNELS_ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, the layers (import-linter), hadolint and the brake on growth (tools/size.py)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo && $(BIN)/hadolint docker/*.Dockerfile

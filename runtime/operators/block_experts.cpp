@@ -48,7 +48,7 @@ Product product(const Side& side, const Chosen& c) {
   p.bias = side.bias ? side.bias + c.expert * side.layout.N : nullptr;
   p.x = side.x + c.first * side.layout.K, p.out = side.out + c.first * side.layout.N;
   p.rows = c.rows, p.groups = c.groups, p.capacity = (c.rows + c.groups - 1) / c.groups;
-  p.arranged = side.arranged + size_t(c.room_before) * p.layout.row_bytes();
+  p.arranged = side.arranged + size_t(c.room_before) * row_bytes(p.layout);
   return p;
 }
 
@@ -148,8 +148,8 @@ Status* some_tokens(KernelContext* context, Step& step, Side& first, Side& last,
   const Experts& experts = step.experts;
   const size_t pairs = size_t(step.tokens * step.per_token), count = size_t(experts.count);
   int64_t* starts;
-  size_t row_bytes = first.layout.row_bytes();
-  if (last.layout.row_bytes() > row_bytes) row_bytes = last.layout.row_bytes();
+  size_t bytes = row_bytes(first.layout);
+  if (row_bytes(last.layout) > bytes) bytes = row_bytes(last.layout);
   Room room = {nullptr, 0};
   for (int i = 0; i < 2; i++) {
     if (i) room = {static_cast<char*>(scratch(room.used, 0)), 0};
@@ -159,7 +159,7 @@ Status* some_tokens(KernelContext* context, Step& step, Side& first, Side& last,
     room.take(step.token_of, pairs), room.take(step.row_of, pairs);
     room.take(first.x, pairs * size_t(experts.H));
     room.take(first.out, pairs * size_t(first.layout.N)), room.take(last.x, pairs * size_t(last.layout.K));
-    room.take(first.arranged, 2 * pairs * row_bytes);  // groups of an expert have room for fewer than twice its rows
+    room.take(first.arranged, 2 * pairs * bytes);  // groups of an expert have room for fewer than twice its rows
   }
   last.out = first.x, last.arranged = first.arranged;  // nobody needs them any more by then
   sort(step, starts);

@@ -77,7 +77,7 @@ Status* run(const void* kernel, KernelContext* context) {
   p.layout = layout;
   p.weight = packed.as<uint8_t>();
   p.bias = bias.absent ? nullptr : bias.as<float>();
-  const int64_t step = int64_t(kArrangedBytes / (layout.row_bytes() + 1) / 64 * 64 + 64);
+  const int64_t step = int64_t(kArrangedBytes / (row_bytes(layout) + 1) / 64 * 64 + 64);
   for (int64_t row = 0; row < rows; row += step) {
     p.rows = rows - row < step ? rows - row : step;
     p.x = x.as<float>() + row * layout.K;

@@ -22,8 +22,8 @@ struct Format {
   Shift shift;
 
   bool is_float() const { return scale >= Scale::f32; }
+  bool is_level() const { return scale == Scale::level; }
   int parts() const { return group < kBlock ? 2 : 1; }  // scales of a block
-  size_t slot_bytes() const { return kBlock + 4 + 4 * parts(); }  // of 32 activations
   bool shifted() const { return shift != Shift::none; }
   int zero() const { return shifted() ? 0 : lookup ? 128 : 1 << (bits - 1); }  // the code that stands for 0
 };
@@ -93,7 +93,7 @@ struct Layout {
   size_t tile_bytes;
   Stretch whole, last;  // of 1024 inputs, and of what is left
 
-  size_t row_bytes() const { return format.is_float() ? 4 * size_t(K) : size_t(blocks) * format.slot_bytes(); }  // arranged
+  int64_t supers() const { return (K + kSuper - 1) / kSuper; }
   void make(const Format& chosen, int64_t n, int64_t k) {
     format = chosen, N = n, K = k;
     blocks = (K + kBlock - 1) / kBlock;

@@ -7,7 +7,7 @@
 //                              [quads, 16, 4] uint8, with the n-th of kAtOnce sets of registers
 //   end()                      leaves nothing behind in this thread
 //
-// Sums of integers are exact, and all else is done in the order of multiply_codes: rows have the bits they have there.
+// Sums of integers are exact, and all else is done in the order of other kernels: rows have the bits they have there.
 static_assert(!kSigned, "the unit's weights are unsigned");
 constexpr int64_t kManyRows = 16;
 constexpr int kAtOnce = 4;
@@ -26,49 +26,71 @@ static void unpack_all(const uint8_t* codes, const uint8_t* book, int64_t blocks
   }
 }
 
-// Products of the parts of some blocks from `b` on, kAtOnce if there are as many.
+// Products of the parts of some blocks from `b` on, kAtOnce if there are as many. Their slots begin at `slots`.
 template <class Unit, int parts, int n = 0>
-INLINE void make_products(const Part& p, int64_t b, int32_t* out) {
+INLINE void make_products(const uint8_t* slots, size_t slot, const uint8_t* lines, int64_t blocks, int32_t* out) {
   if constexpr (n < kAtOnce) {
     constexpr size_t part = n % parts;
-    const size_t block = size_t(b) + n / parts;
-    if (int64_t(block) >= p.blocks) return;
-    Unit::template product<n>(p.slots + block * p.stride + part * kBlock / parts, kBlock + 4 + 4 * parts,
-                              p.codes + block * kUnpacked + part * kUnpacked / parts, out + n * kManyRows * kTile);
-    make_products<Unit, parts, n + 1>(p, b, out);
+    if (n / parts >= blocks) return;
+    Unit::template product<n>(slots + n / parts * kBlock + part * kBlock / parts, slot,
+                              lines + n / parts * kUnpacked + part * kUnpacked / parts, out + n * kManyRows * kTile);
+    make_products<Unit, parts, n + 1>(slots, slot, lines, blocks, out);
   }
 }
 
-template <class Unit, int parts, bool shifted>
+template <class Unit, int parts, bool shifted, bool level>
 static void multiply_group(const Part& p, int64_t rows) {
-  constexpr int at_once = kAtOnce / parts, slot = kBlock + 4 + 4 * parts;
-  alignas(64) int32_t products[kAtOnce * kManyRows * kTile];
-  for (int64_t b = 0; b < p.blocks; b += at_once) {
-    make_products<Unit, parts>(p, b, products);
+  constexpr int at_once = kAtOnce / parts;
+  constexpr size_t slot = slot_bytes(level, parts, shifted);
+  alignas(64) int32_t products[kAtOnce * kManyRows * kTile], whole[kManyRows * kTile];
+  for (int64_t b = 0; b < p.s.blocks; b += at_once) {
+    const uint8_t* slots = p.slots + size_t(b / 8) * p.stride;
+    const int64_t in_slot = b % 8, blocks = p.s.blocks - b < at_once ? p.s.blocks - b : at_once;
+    make_products<Unit, parts>(slots + kBlock * in_slot, slot, p.codes + size_t(b) * kUnpacked, blocks, products);
+    if (level && !in_slot) memset(whole, 0, sizeof whole);
     for (int column = 0; column < kTile; column += kLanes) {
-      V scale[kAtOnce], offset[kAtOnce];
-      UNROLL for (int n = 0; n < kAtOnce; n++) {
-        scale[n] = vload(p.scales + (b * parts + n) * kTile + column);
-        if (shifted) offset[n] = vload(p.offsets + (b * parts + n) * kTile + column);
+      I levels[kAtOnce];
+      if constexpr (level) {
+        UNROLL for (int n = 0; n < kAtOnce; n++)
+          if (n / parts < blocks) levels[n] = ilevels(p.head + (b * parts + n) * kTile + column);
       }
       for (int64_t m = 0; m < rows; m++) {
+        const uint8_t* row = slots + slot * size_t(m);
         V sum = vload(p.sums + kTile * m + column);
-        UNROLL for (int i = 0; i < at_once; i++) {
-          if (b + i >= p.blocks) break;
-          const uint8_t* share = p.slots + size_t(b + i) * p.stride + slot * m + kBlock + 4;
-          const V row_scale = vset(load_single(share - 4));
-          UNROLL for (int n = i * parts; n < (i + 1) * parts; n++) {
-            I whole;
-            memcpy(&whole, products + (n * kManyRows + m) * kTile + column, sizeof whole);
-            if (!shifted) whole = iadd(whole, iset(int_at(share + 4 * (n % parts))));
-            sum = vfma(to_float(whole), vmul(scale[n], row_scale), sum);
-          }
-          if (shifted) {
-            UNROLL for (int n = i * parts; n < (i + 1) * parts; n++)
-              sum = vfma(offset[n], vset(load_single(share + 4 * (n % parts))), sum);
+        I total;
+        memcpy(&total, whole + kTile * m + column, sizeof total);
+        UNROLL for (int n = 0; n < kAtOnce; n++) {
+          const int64_t block = in_slot + n / parts, at = 4 * (block * parts + n % parts);
+          if (n / parts >= blocks) break;
+          I found;
+          memcpy(&found, products + (n * kManyRows + m) * kTile + column, sizeof found);
+          if constexpr (level) {
+            if (!shifted) found = iadd(found, iset(int_at(row + kSums + at)));
+            total = imadd(found, iscaled(levels[n], iset(int_at(row + kFactors + 4 * block))), total);
+          } else {
+            found = iadd(found, iset(int_at(row + kStarts + at)));
+            const V scale = vload(p.scales + (b * parts + n) * kTile + column);
+            sum = vfma(to_float(found), vmul(scale, vset(load_single(row + kScales + 4 * block))), sum);
+            if (shifted && n % parts == parts - 1) {
+              UNROLL for (int i = 0; i < parts; i++)
+                sum = vfma(vload(p.offsets + (b * parts + n + 1 - parts + i) * kTile + column),
+                           vset(load_single(row + kStarts + 32 * parts + at + 4 * (i + 1 - parts))), sum);
+            }
           }
         }
-        vstore(p.sums + kTile * m + column, sum);
+        if constexpr (level) memcpy(whole + kTile * m + column, &total, sizeof total);
+        else vstore(p.sums + kTile * m + column, sum);
+      }
+    }
+    if constexpr (level) {
+      if (in_slot + at_once < 8 && b + at_once < p.s.blocks) continue;
+      for (int column = 0; column < kTile; column += kLanes) {
+        const Finish<parts, shifted> finish(p, b / 8, column);
+        for (int64_t m = 0; m < rows; m++) {
+          I total;
+          memcpy(&total, whole + kTile * m + column, sizeof total);
+          finish.add(total, slots + slot * size_t(m), p.sums + kTile * m + column);
+        }
       }
     }
   }
@@ -77,7 +99,7 @@ static void multiply_group(const Part& p, int64_t rows) {
 template <class Unit>
 static void multiply_with(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first, int64_t last,
                           void* work) {
-  if (p.capacity <= kMost) return multiply(p, first_tile, last_tile, first, last, work);  // all of floats too
+  if (p.capacity <= kMost || p.layout.format.is_float()) return multiply(p, first_tile, last_tile, first, last, work);
   const Format& format = p.layout.format;
   alignas(64) uint8_t lines[kStretch / kBlock * kUnpacked];
   Many many = {unpack_all<8>, nullptr, lines};
@@ -88,10 +110,15 @@ static void multiply_with(const Product& p, int64_t first_tile, int64_t last_til
     case 5: many.unpack = unpack_all<5>; break;
     case 6: many.unpack = unpack_all<6>; break;
   }
-  if (format.parts() == 2)
-    many.multiply = format.shifted() ? multiply_group<Unit, 2, true> : multiply_group<Unit, 2, false>;
+  const bool shifted = format.shifted();
+  if (format.is_level() && format.parts() == 2)
+    many.multiply = shifted ? multiply_group<Unit, 2, true, true> : multiply_group<Unit, 2, false, true>;
+  else if (format.is_level())
+    many.multiply = shifted ? multiply_group<Unit, 1, true, true> : multiply_group<Unit, 1, false, true>;
+  else if (format.parts() == 2)
+    many.multiply = shifted ? multiply_group<Unit, 2, true, false> : multiply_group<Unit, 2, false, false>;
   else
-    many.multiply = format.shifted() ? multiply_group<Unit, 1, true> : multiply_group<Unit, 1, false>;
+    many.multiply = shifted ? multiply_group<Unit, 1, true, false> : multiply_group<Unit, 1, false, false>;
   Unit::begin(int(p.capacity), 8 / format.parts());
   multiply_all(p, first_tile, last_tile, first, last, work, &many);
   Unit::end();
@@ -100,23 +127,19 @@ static void multiply_with(const Product& p, int64_t first_tile, int64_t last_til
 // Whether a unit computes what it is to compute.
 template <class Unit>
 static bool multiplies_right() {
-  constexpr int slot = kBlock + 8;
-  uint8_t slots[kAtOnce][kManyRows][slot], lines[kAtOnce][8][kTile][4];
+  uint8_t slots[kManyRows][kAtOnce][kBlock], lines[kAtOnce][8][kTile][4];
   int32_t out[kAtOnce][kManyRows][kTile];
   for (size_t i = 0; i < sizeof slots; i++) (&slots[0][0][0])[i] = uint8_t(i * 157 >> 3);
   for (size_t i = 0; i < sizeof lines; i++) (&lines[0][0][0][0])[i] = uint8_t(i * 211 >> 2);
   memset(out, 0xff, sizeof out);
   Unit::begin(kManyRows, 8);
-  make_products<Unit, 1>({&lines[0][0][0][0], nullptr, nullptr, kAtOnce, &slots[0][0][0], sizeof slots[0], nullptr,
-                          nullptr},
-                         0,
-                         &out[0][0][0]);
+  make_products<Unit, 1>(&slots[0][0][0], sizeof slots[0], &lines[0][0][0][0], kAtOnce, &out[0][0][0]);
   Unit::end();
   for (int n = 0; n < kAtOnce; n++)
     for (int m = 0; m < kManyRows; m++)
       for (int i = 0; i < kTile; i++) {
         int32_t sum = 0;
-        for (int k = 0; k < kBlock; k++) sum += int8_t(slots[n][m][k]) * lines[n][k / 4][i][k % 4];
+        for (int k = 0; k < kBlock; k++) sum += int8_t(slots[m][n][k]) * lines[n][k / 4][i][k % 4];
         if (out[n][m][i] != sum) return false;
       }
   return true;

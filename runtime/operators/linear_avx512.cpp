@@ -12,12 +12,14 @@
 #include <immintrin.h>
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define MEMBER inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
 namespace specexport {
 namespace avx512 {
-constexpr int kLanes = 16, kMost = 9, kAhead = 8192, kTurn = 32;
-constexpr bool kSigned = false;
+// Ten rows: 0.93 to 0.99 of the time of nine (q4_k, 10 to 100 rows). 4 KB ahead: 1.1 times as long (both on Zen 5).
+constexpr int kLanes = 16, kMost = 10, kMostFloats = 9, kAhead = 8192;
+constexpr bool kSigned = false, kPairs = false;
 using V = __m512;
 using I = __m512i;
 using U = __m512i;
@@ -59,8 +61,12 @@ INLINE V load_halves(const uint8_t* p) { return _mm512_cvtph_ps(words16(p)); }
 INLINE V load_bf16(const uint8_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words16(p)), 16));
 }
-INLINE V load_levels(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes16(p))); }
-INLINE V load_bytes(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes16(p))); }
+INLINE I ilevels(const uint8_t* p) { return _mm512_cvtepi8_epi32(bytes16(p)); }
+INLINE I ibytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(bytes16(p)); }
+INLINE I imadd(I a, I b, I sum) { return _mm512_add_epi32(sum, _mm512_mullo_epi32(a, b)); }
+INLINE I iscaled(I level, I k) { return _mm512_madd_epi16(level, k); }
+INLINE I ipair(I even, I odd) { return _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16)); }
+INLINE I add_pairs(I pairs, int32_t two, I sum) { return _mm512_dpwssd_epi32(sum, pairs, iset(two)); }
 
 INLINE int32_t largest_bits(const float* x) {
   const __m512i mask = _mm512_set1_epi32(0x7fffffff);
@@ -75,6 +81,8 @@ INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* 
     sums[half] = _mm512_reduce_add_epi32(rounded);
   }
 }
+template <class T>
+INLINE void pin(T&) {}
 #include "linear_tile.h"
 
 #include "linear_amx.h"
@@ -106,8 +114,9 @@ struct Amx {
   }
 };
 }  // namespace avx512
-const Kernels avx512_kernels = {avx512::kMost, 0, avx512::arrange, avx512::multiply};
-const Kernels amx_kernels = {avx512::kMost, avx512::kManyRows, avx512::arrange, avx512::multiply_with<avx512::Amx>};
+const Kernels avx512_kernels = {avx512::kMost, avx512::kMostFloats, 0, avx512::arrange, avx512::multiply};
+const Kernels amx_kernels = {avx512::kMost, avx512::kMostFloats, avx512::kManyRows, avx512::arrange,
+                             avx512::multiply_with<avx512::Amx>};
 bool amx_multiplies_right() { return avx512::multiplies_right<avx512::Amx>(); }
 }  // namespace specexport
 #if defined(__clang__)

@@ -10,14 +10,16 @@
 #include <immintrin.h>
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define MEMBER inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 #define WITH_VNNI
 namespace specexport {
 namespace avxvnni {
-constexpr bool kSigned = false;
+constexpr bool kSigned = false, kPairs = false;
+constexpr int kMost = 9;  // against 6: 0.89 to 0.98 of the time of 7 to 9 rows, 1.05 of 100 (int8, q4_k; Zen 5)
 #include "linear_avx2.h"
 }  // namespace avxvnni
-const Kernels avxvnni_kernels = {avxvnni::kMost, 0, avxvnni::arrange, avxvnni::multiply};
+const Kernels avxvnni_kernels = {avxvnni::kMost, avxvnni::kMostFloats, 0, avxvnni::arrange, avxvnni::multiply};
 }  // namespace specexport
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -10,12 +10,13 @@
 #pragma GCC target("arch=armv8.2-a+dotprod")
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define MEMBER inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
 namespace specexport {
 namespace neon {
-constexpr int kLanes = 4, kMost = 8, kAhead = 4096, kTurn = 4;
-constexpr bool kSigned = true;
+constexpr int kLanes = 4, kMost = 8, kMostFloats = 8, kAhead = 4096;
+constexpr bool kSigned = true, kPairs = false;
 using V = float32x4_t;
 using I = int32x4_t;
 using U = uint8x16_t;
@@ -50,9 +51,14 @@ INLINE I dot(I sum, const U* u, const int8_t* values) {
 }
 INLINE V load_halves(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 INLINE V load_bf16(const uint8_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16)); }
-INLINE V load_bytes(const uint8_t* p) { return V{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
-INLINE V load_levels(const uint8_t* p) {
-  return V{float(int8_t(p[0])), float(int8_t(p[1])), float(int8_t(p[2])), float(int8_t(p[3]))};
+INLINE I ibytes(const uint8_t* p) { return I{p[0], p[1], p[2], p[3]}; }
+INLINE I ilevels(const uint8_t* p) { return I{int8_t(p[0]), int8_t(p[1]), int8_t(p[2]), int8_t(p[3])}; }
+INLINE I imadd(I a, I b, I sum) { return vmlaq_s32(sum, a, b); }
+INLINE I iscaled(I level, I k) { return vmulq_s32(level, k); }
+INLINE I ipair(I even, I odd) { return vsliq_n_s32(even, odd, 16); }
+INLINE I add_pairs(I pairs, int32_t two, I sum) {
+  const I even = vshrq_n_s32(vshlq_n_s32(pairs, 16), 16), odd = vshrq_n_s32(pairs, 16);
+  return imadd(odd, iset(two >> 16), imadd(even, iset(int16_t(two)), sum));
 }
 
 INLINE int32_t largest_bits(const float* x) {
@@ -71,9 +77,11 @@ INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* 
     sums[part] = vaddvq_s32(iadd(iadd(rounded[0], rounded[1]), iadd(rounded[2], rounded[3])));
   }
 }
+template <class T>
+INLINE void pin(T&) {}
 #include "linear_tile.h"
 }  // namespace neon
-const Kernels neon_kernels = {neon::kMost, 0, neon::arrange, neon::multiply};
+const Kernels neon_kernels = {neon::kMost, neon::kMostFloats, 0, neon::arrange, neon::multiply};
 }  // namespace specexport
 #if defined(__clang__)
 #pragma clang attribute pop

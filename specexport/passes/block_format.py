@@ -22,6 +22,19 @@ minima, leasts      ``minima``: offset = least * minimum                   uint8
 ==================  =====================================================  ===============================
 
 Float weights are [K, 16] a tile. Everything here is numpy.
+
+Products round activations to 8 bits, and have the same bits on every processor. With ``level`` an activation is
+``unit * k * code``: one unit for 256 inputs, and for each 32 of them k, an integer from 1 to 16. Then all is integers
+over 256 inputs, and two or three roundings, in this order (``fma`` rounds once, ``float`` to nearest even)::
+
+    S = sum of level * k * (weight's code - zero) * code      T = sum of minimum * k * code
+    out = fma(float(S) * base, unit, out)                     without minima
+    out = fma(fma(float(T), least, float(S) * base), unit, out)
+
+Both sums fit in int32 for what files hold with k up to 16, and are taken modulo 2^32. In other formats 32
+activations share a float32 scale, and each block, or each of its halves where there are groups of 16, adds
+``out = fma(float(S), weight's scale * scale, out)``, then ``fma(offset, scale * float(sum of codes), out)`` for each
+offset, where codes are taken as they are, from 0 on. Blocks follow one another; a bias comes last.
 """
 
 import re
@@ -45,7 +58,6 @@ STRETCH = 1024
 _SUPER = 256  # inputs that share a base
 _LINE = 64
 _CHUNK = 1 << 22  # weights worked on at a time: bounds the memory beside the result
-_SMALLEST = np.float32(2.0**-120)  # blocks of activations below it count as zeros: 127 / x would be infinite
 BOOKS = {
     "iq4": np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16),
     "fp4": np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16),
@@ -233,36 +245,6 @@ def stored(format: str, packed: Packed, n: int, k: int) -> tuple[np.ndarray, Flo
         offsets = spread("leasts") * whole["minima"].astype(np.float32)
     zeros = np.repeat(whole["zeros"], form.group, axis=1)[:, :k].astype(np.int32) if form.shift == "zero" else form.zero
     return codes - zeros, scales.astype(np.float32), offsets
-
-
-def quantize_activations(x: np.ndarray) -> tuple[np.ndarray, Float32Array]:
-    """Activations as operators round them: int32 [T, blocks * 32], scales [T, blocks], NaN where not finite."""
-    tokens, k = x.shape
-    filled = np.zeros((tokens, _up(k, BLOCK)), np.float32)
-    filled[:, :k] = x
-    blocks = filled.reshape(tokens, -1, BLOCK)
-    largest = np.abs(blocks).max(axis=2)
-    fine = np.isfinite(largest)
-    some = fine & (largest >= _SMALLEST)
-    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=some)
-    codes = np.rint(np.where(fine[..., None], blocks, np.float32(0)) * inverse[..., None]).astype(np.int32)
-    scales = np.where(some, largest / np.float32(127), np.float32(0))
-    return codes.reshape(tokens, -1), np.where(fine, scales, np.float32(np.nan)).astype(np.float32)
-
-
-def reference(format: str, packed: Packed, n: int, k: int, x: np.ndarray) -> npt.NDArray[np.float64]:  # noqa: A002
-    """The product of activations float32 [T, k] and a packed weight in float64, as the operator rounds them: [T, n]."""
-    if format in FLOATS:
-        return x.astype(np.float64) @ unpack(format, packed, n, k).astype(np.float64).T
-    codes, scales, offsets = stored(format, packed, n, k)
-    group = layout(format).group
-    values = codes * np.repeat(scales.astype(np.float64), group, axis=1)[:, :k]
-    if offsets is not None:
-        values += np.repeat(offsets.astype(np.float64), group, axis=1)[:, :k]
-    rounded, steps = quantize_activations(x)
-    inputs = rounded * np.repeat(steps.astype(np.float64), BLOCK, axis=1)
-    result: npt.NDArray[np.float64] = inputs[:, :k] @ values.T
-    return result
 
 
 def _up(number: int, to: int) -> int:

@@ -11,13 +11,12 @@ from specexport.passes.block_format import (
     pack,
     pack_float,
     packed_shape,
-    quantize_activations,
-    reference,
     unpack,
 )
 from specexport.passes.block_weight import Blocks, BlockWeight, Form, join
 from tests.support.cases.linear_cases import CODES, random_weight
 from tests.support.models.tiny_gguf import make_weight
+from tests.support.references.block_arithmetic import quantize_activations, reference
 
 NAMES = {"Q4_0": "int4", "Q4_1": "int4_offset", "Q5_0": "int5", "Q5_1": "int5_offset", "Q8_0": "int8"}
 WIDER = {"Q2_K": 0.2, "Q3_K": 0.04}
@@ -139,5 +138,11 @@ def test_activations_are_rounded_a_token_and_block() -> None:
     assert np.isnan(scales[1, 0])
     assert scales[1, 1] == scales[2, 0] == 0
     weight = make_weight("Q8_0", width=16)[0].take(np.arange(16))
+    codes, scales = quantize_activations(x, "q4_k")
+    assert codes.shape == (3, 256)
+    assert codes[0, [0, 1, 39]].tolist() == [127, 2, -64]  # in steps of 1 and of 1 / 16
+    assert scales[0, :3].tolist() == [np.float32(1 / 16) * 16, np.float32(1 / 16), np.float32(1 / 16)]
+    assert np.isnan(scales[1]).all()
+    assert (scales[2] == 0).all()
     product = reference("int8", pack("int8", weight), 16, 512, np.ones((1, 512), np.float32))
     np.testing.assert_allclose(product[0], weight.floats().sum(axis=1), rtol=1e-4)

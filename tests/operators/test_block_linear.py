@@ -72,17 +72,18 @@ def test_nothing_to_add_up(library: Path, name: str, n: int, k: int) -> None:
     assert made.run(None, {"x": np.ones((0, k), np.float32)})[0].shape == (0, n)
 
 
-def test_tiny_activations_count_as_zeros_and_huge_ones_do_not_overflow(library: Path) -> None:
-    weight = cases.packed("int4", 16, 64, np.random.default_rng(0))
+@pytest.mark.parametrize("name", ["int4", "q4_k", "q6_k"])
+def test_tiny_activations_count_as_zeros_and_huge_ones_do_not_overflow(library: Path, name: str) -> None:
+    weight = cases.packed(name, 16, 64, np.random.default_rng(0))
     made = cases.session(
-        str(library), [cases.linear("int4", 16, 64)], {"x": (TensorProto.FLOAT, 2)}, {"w": weight}, ["y"]
+        str(library), [cases.linear(name, 16, 64)], {"x": (TensorProto.FLOAT, 2)}, {"w": weight}, ["y"]
     )
     x = np.zeros((2, 64), np.float32)
-    x[0, 5], x[1, 5] = 1e-42, 3e38
+    x[0, 5], x[1, 5] = 1e-42, 3e37
     result = made.run(None, {"x": x})[0]
     np.testing.assert_array_equal(result[0], 0)
     assert np.isfinite(result[1]).all()
-    assert np.abs(result[1]).max() > 1e34
+    assert np.abs(result[1]).max() > 1e33
 
 
 def test_bad_inputs_are_errors_of_one_line(library: Path) -> None:

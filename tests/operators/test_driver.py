@@ -1,6 +1,10 @@
-"""Kernels and operators without ONNX Runtime: under the sanitizers, and on an emulated processor of another kind."""
+"""Kernels and operators without ONNX Runtime: under the sanitizers, and on an emulated processor of another kind.
+
+The driver itself compares the bits of all kernels that run, those of AMX over emulated tiles.
+"""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -43,6 +47,8 @@ def test_sanitizers_find_nothing(kinds: str, level: str, tmp_path: Path) -> None
     subprocess.run(["g++", *FLAGS, *sanitize, *SOURCES, "-o", program], check=True)
     ran = run(program)
     assert {"portable", "tiles_and_portable"} <= ran
+    timed = subprocess.run([program, "time"], input="q4_k 5 near 2\n", capture_output=True, text=True, check=True)
+    assert len(timed.stdout.split()) == 4, timed.stderr[-3000:]
     of_operators = ran & {"portable", "avx2", "avx512vnni", "amx"}
     for kernels in of_operators:
         assert kernels in run(program, kernels=kernels)
@@ -50,13 +56,19 @@ def test_sanitizers_find_nothing(kinds: str, level: str, tmp_path: Path) -> None
             assert kernels in run(program, kernels=kernels, draws=many(DRAWS) // len(of_operators))
 
 
-def test_aarch64(tmp_path: Path) -> None:
+def test_aarch64_has_the_bits_of_this_processor(tmp_path: Path) -> None:
     emulator = shutil.which("qemu-aarch64")
     if emulator is None:
         pytest.skip("no qemu-aarch64: apt-get install qemu-user")
-    zig = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl", "-nostdlib++", "-static", "-O2"]
-    program = tmp_path / "driver"
-    subprocess.run([*zig, *FLAGS, *SOURCES, "-o", program], check=True)
-    assert {"portable", "neon_dot"} <= run(program, emulator, "-cpu", "max")
+    zig = [sys.executable, "-m", "ziglang", "c++", "-nostdlib++", "-static", "-O2"]
+    program, native = tmp_path / "driver", tmp_path / "native"
+    subprocess.run([*zig, "-target", "aarch64-linux-musl", *FLAGS, *SOURCES, "-o", program], check=True)
+    machine = platform.machine().replace("arm64", "aarch64")
+    subprocess.run([*zig, "-target", f"{machine}-linux-musl", *FLAGS, *SOURCES, "-o", native], check=True)
+    ran = run(program, emulator, "-cpu", "max")
+    assert {"portable", "neon_dot"} <= ran
+    digest = {word for word in ran if word.startswith("digest-")}
+    assert len(digest) == 1
+    assert digest <= run(native)
     for cpu, kernels in (("max", "neon_dot"), ("cortex-a53", "portable")):
         assert kernels in run(program, emulator, "-cpu", cpu, kernels=kernels)

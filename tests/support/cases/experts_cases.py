@@ -9,8 +9,9 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from specexport.ops.spec import EACH
-from specexport.passes.block_format import FLOATS, TILE, reference
+from specexport.passes.block_format import FLOATS, TILE
 from tests.support.cases import linear_cases
+from tests.support.references.block_arithmetic import reference
 
 Arrays = dict[str, np.ndarray]
 

@@ -11,8 +11,10 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from specexport.passes.block_format import BOOKS, FLOATS, NAMED, STRETCH, layout, pack, pack_float, reference, unpack
+from specexport.passes.block_format import BOOKS, FLOATS, NAMED, STRETCH, layout, pack, pack_float, unpack
 from specexport.passes.block_weight import Blocks, BlockWeight, Form, Spread, Stored
+from tests.support.references import block_arithmetic
+from tests.support.references.block_arithmetic import reference
 
 GROUPS = [
     "group4_64_f16",
@@ -35,19 +37,29 @@ TOLERANCE = 1e-5
 SHAPES = [(16, 32), (33, 100), (7, 1), (40, 1100), (64, 2048)]
 
 
-def random_weight(name: str, n: int, k: int, generator: np.random.Generator) -> BlockWeight:
-    """Any integers, scales and offsets that a format of codes can hold; K of any size."""
+LEVELS = {"q2_k": (15,), "q3_k": (-32, 31), "q4_k": (63,), "q5_k": (63,), "q6_k": (-128, 127), "iq4_xs": (-32, 31)}
+"""The least and largest levels that files have."""
+
+
+def random_weight(name: str, n: int, k: int, generator: np.random.Generator, level: int | None = None) -> BlockWeight:
+    """Any integers, scales and offsets that a format of codes can hold; K of any size.
+
+    With ``level`` all levels are it, and codes the largest or, in every other row, 0.
+    """
     form = layout(name)
     groups, supers = -(-k // form.group), -(-k // 256)
     middle = 128 if form.bits > 4 or form.lookup else 8
     codes = generator.integers(0, 1 << form.bits, (n, k), dtype=np.uint8)
-    codes[0], codes[-1] = (1 << form.bits) - 1, 0  # what sums of pairs must have room for
+    codes[0 :: n if level is None else 2] = (1 << form.bits) - 1  # what sums of pairs must have room for
+    codes[-1 :: -n if level is None else -2] = 0
     if form.lookup:
         codes = (BOOKS[form.lookup] + 128).astype(np.uint8)[codes]
     scales = generator.uniform(0.001, 0.01, (n, groups)).astype(np.float16 if form.scale == "half" else np.float32)
     bases = generator.uniform(-0.001, 0.001, (n, supers)).astype(np.float16)
     share = 256 // form.group if form.scale == "level" else 1
     levels = generator.integers(-32, 64, (n, groups)).astype(np.int8) if form.scale == "level" else None
+    if level is not None:
+        levels = np.full((n, groups), level, np.int8)
     stored: Stored | None = None
     offsets: np.ndarray | None = None
     if form.scale == "power":
@@ -59,7 +71,7 @@ def random_weight(name: str, n: int, k: int, generator: np.random.Generator) -> 
         stored = Stored(bases, levels)
     if form.shift == "minima":
         least = generator.uniform(-0.02, 0.001, (n, supers)).astype(np.float16)
-        minima = generator.integers(0, 64, (n, groups)).astype(np.int8)
+        minima = generator.integers(0 if level is None else 63, 64, (n, groups)).astype(np.int8)
         stored = Stored(bases, levels, least, minima)
         offsets = np.repeat(least, share, 1)[:, :groups].astype(np.float32) * minima
     elif form.shift == "zero":
@@ -134,7 +146,7 @@ def embedding(name: str, n: int, k: int) -> onnx.NodeProto:
 
 
 def assert_right(library: str, name: str, n: int, k: int, generator: np.random.Generator) -> None:
-    """Products against float64, their bits at widths, batches and threads, and lookups."""
+    """Products against float64 and the arithmetic in numpy, their bits at widths, batches and threads, and lookups."""
     weight, bias = packed(name, n, k, generator), generator.standard_normal(n).astype(np.float32)
     nodes = [linear(name, n, k, ("x", "w", "b")), embedding(name, n, k)]
     given = {"x": (TensorProto.FLOAT, 3), "ids": (TensorProto.INT64, 1)}
@@ -142,7 +154,7 @@ def assert_right(library: str, name: str, n: int, k: int, generator: np.random.G
     x = generator.standard_normal((17, k)).astype(np.float32) * np.exp(generator.normal(size=(17, 1))).astype(
         np.float32
     )
-    x[3] = 0
+    x[3], x[8, 32:64] = 0, 0
     x[4], x[7] = 1, np.where(np.arange(k) % 3, -1, 1)
     ids = generator.integers(0, n, 9)
     wanted = reference(name, weight, n, k, x) + bias
@@ -150,6 +162,9 @@ def assert_right(library: str, name: str, n: int, k: int, generator: np.random.G
     scale = max(float(np.abs(wanted).max()), 1e-30)
     error = float(np.abs(got[0] - wanted).max()) / scale
     assert error <= TOLERANCE, f"{name} [{n}, {k}]: error {error}"
+    if name not in FLOATS:
+        exact = block_arithmetic.product(name, weight, n, k, x) + bias
+        assert got[0].tobytes() == exact.tobytes(), f"{name} [{n}, {k}]: bits of the arithmetic"
     values = unpack(name, weight, n, k)
     assert rows.tobytes() == values[ids].tobytes(), f"{name} [{n}, {k}]: rows"
     for run in runs:
@@ -164,6 +179,18 @@ def assert_right(library: str, name: str, n: int, k: int, generator: np.random.G
     assert not np.isfinite(odd[5:7]).any(), f"{name}: NaN"
     rest = [row for row in range(17) if row not in (5, 6)]
     assert odd[rest].tobytes() == got[0][rest].tobytes(), f"{name}: rows beside a NaN"
+
+
+def assert_largest_fit(library: str) -> None:
+    """The largest codes, levels and activations of 256 inputs stay within int32, and within 16 bits on the way."""
+    for name, levels in LEVELS.items():
+        for level in levels:
+            weight = pack(name, random_weight(name, 16, 512, np.random.default_rng(0), level))
+            x = np.full((5, 512), 3, np.float32) * np.array([1, -1, 1, 1, 1], np.float32)[:, None]
+            x[2, ::2], x[3, ::4], x[4, :256] = -3, -3, -3
+            made = session(library, [linear(name, 16, 512)], {"x": (TensorProto.FLOAT, 2)}, {"w": weight}, ["y"])
+            exact = block_arithmetic.product(name, weight, 16, 512, x)
+            assert made.run(None, {"x": x})[0].tobytes() == exact.tobytes(), f"{name}: level {level}"
 
 
 NOT_HERE = 77
@@ -184,6 +211,7 @@ def main() -> None:
     for _ in range(int(sys.argv[3])):
         name, n, k = str(generator.choice(ALL)), generator.integers(1, 100), generator.integers(1, 2 * STRETCH)
         assert_right(library, name, int(n), int(k), generator)
+    assert_largest_fit(library)
     for index, name in enumerate(ALL):
         for n, k in SHAPES:
             assert_right(library, name, n, k, np.random.default_rng([index, n, k]))
