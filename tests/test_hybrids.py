@@ -22,19 +22,8 @@ from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.sampler import Sampler
 from tests.support.cases import chance
+from tests.support.models import hybrid_pairs
 from tests.support.models.head_bundles import opened
-from tests.support.models.hybrid_pairs import (
-    CASES,
-    KNOWN,
-    NAMED,
-    build,
-    build_pair,
-    compare,
-    hybrid_pair,
-    make_prompts,
-    open_engine,
-    some_cases,
-)
 from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
 from tests.support.models.tiny_traces import tiny_model
 from tests.support.references.engine_harness import make_checkpoint
@@ -44,7 +33,7 @@ TOLERANCE = 1e-4
 """Of the largest logit."""
 
 
-KINDS = NAMED if chance.FUZZ_SEED is not None else ("qwen3_next", "mamba2", "falcon_h1", "jamba", "lfm2")
+KINDS = hybrid_pairs.NAMED if chance.FUZZ_SEED is not None else ("qwen3_next", "mamba2", "falcon_h1", "jamba", "lfm2")
 """A delta rule, state spaces alone and beside attention, those of the first Mamba, and convolutions alone."""
 
 
@@ -52,11 +41,13 @@ KINDS = NAMED if chance.FUZZ_SEED is not None else ("qwen3_next", "mamba2", "fal
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_path: Path) -> None:
     """Rounds as decoding makes them: prompts in odd chunks, drafts of which some are right, idle rows, row moves."""
-    model = tiny_model(name, vocab_size=KNOWN)
-    bundle = load_bundle(build(tmp_path / "bundle", save_checkpoint(model, tmp_path / "target"), None, None))
+    model = tiny_model(name, vocab_size=hybrid_pairs.KNOWN)
+    bundle = load_bundle(
+        hybrid_pairs.build(tmp_path / "bundle", save_checkpoint(model, tmp_path / "target"), None, None)
+    )
     entry = bundle.manifest.models["target"]
     random = np.random.default_rng(chance.seed(7))
-    sequences = [random.integers(3, KNOWN, length).tolist() for length in (33, 40, 36)]
+    sequences = [random.integers(3, hybrid_pairs.KNOWN, length).tolist() for length in (33, 40, 36)]
     expected = reference_logits(make_checkpoint(model), sequences)
     assert min(float(logits.std()) for logits in expected) > 0.1, "degenerate logits would hide an error"
 
@@ -79,7 +70,7 @@ def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_
                 right.append(0)
                 continue
             good = int(random.integers(0, drafts + 1))
-            wrong = random.integers(3, KNOWN, drafts - good).tolist()
+            wrong = random.integers(3, hybrid_pairs.KNOWN, drafts - good).tolist()
             work.append(RowWork([*tokens[start : start + 1 + good], *wrong], 1 + drafts, drafts=drafts))
             right.append(1 + good)
         if not any(right):
@@ -101,9 +92,11 @@ def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_
 @pytest.mark.parametrize(("name", "quantize"), [*((name, "int8") for name in KINDS), ("lfm2", None)])
 def test_texts_with_drafts_are_those_without(name: str, quantize: str | None, tmp_path: Path) -> None:
     """Some drafters, lookaheads, batches and prompt chunks; all of them under ``make fuzz``."""
-    cases = CASES if chance.FUZZ_SEED is not None else some_cases(NAMED.index(name))
-    bundle = hybrid_pair(name, tmp_path, quantize)
-    counts = compare(bundle, cases, seed=chance.seed(11))
+    cases = (
+        hybrid_pairs.CASES if chance.FUZZ_SEED is not None else hybrid_pairs.some_cases(hybrid_pairs.NAMED.index(name))
+    )
+    bundle = hybrid_pairs.hybrid_pair(name, tmp_path, quantize)
+    counts = hybrid_pairs.compare(bundle, cases, seed=chance.seed(11))
     assert counts["cases"] == len(cases)
     assert 0 < counts["draft-model accepted"] < counts["draft-model drafted"]
 
@@ -111,11 +104,13 @@ def test_texts_with_drafts_are_those_without(name: str, quantize: str | None, tm
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize(("name", "quantize"), [("qwen3_next", "int8"), ("bamba", "int8"), ("qwen3_moe", None)])
 def test_a_model_that_drafts_for_itself_is_accepted_to_the_last_token(name, quantize, tmp_path):
-    bundle = build_pair(*(ARCHITECTURES | HYBRIDS)[name], tmp_path, quantize)
-    with closing(open_engine(bundle, adaptive=False)) as engine:
+    bundle = hybrid_pairs.build_pair(*(ARCHITECTURES | HYBRIDS)[name], tmp_path, quantize)
+    with closing(hybrid_pairs.open_engine(bundle, adaptive=False)) as engine:
         for lookahead in (1, 3, 8):
             params = SamplingParams(max_tokens=24, ignore_eos=True)
-            found = engine.generate(make_prompts(3), params, drafter="draft-model", num_speculative_tokens=lookahead)
+            found = engine.generate(
+                hybrid_pairs.make_prompts(3), params, drafter="draft-model", num_speculative_tokens=lookahead
+            )
             counts = [(result.stats.drafted, result.stats.accepted) for result in found]
             assert all(drafted == accepted > 0 for drafted, accepted in counts), (lookahead, counts)
 
@@ -128,9 +123,9 @@ def test_sampled_texts_follow_the_target(name: str, seed: int, number: int, tmp_
     The prompts are those of many that leave most of the next token open.
     """
     depth, runs = 3, 400
-    with closing(open_engine(hybrid_pair(name, tmp_path, "int8"), adaptive=False)) as engine:
+    with closing(hybrid_pairs.open_engine(hybrid_pairs.hybrid_pair(name, tmp_path, "int8"), adaptive=False)) as engine:
         params = SamplingParams(temperature=1.0)
-        prompt = make_prompts(seed)[number]
+        prompt = hybrid_pairs.make_prompts(seed)[number]
         tree = LogitTree(engine.target, prompt)
         partition = Partition(conditional(tree, Sampler(params, prompt, tree.vocab_size)), depth, runs)
         assert len(partition.probabilities) >= 7, "nothing to tell apart"
@@ -150,9 +145,9 @@ def test_sampled_texts_follow_the_target(name: str, seed: int, number: int, tmp_
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A hybrid target in int8 with a hybrid draft of another kind."""
     folder = tmp_path_factory.mktemp("hybrid")
-    models = {name: tiny_model(name, vocab_size=KNOWN) for name in ("bamba", "mamba2")}
+    models = {name: tiny_model(name, vocab_size=hybrid_pairs.KNOWN) for name in ("bamba", "mamba2")}
     target, draft = (save_checkpoint(model, folder / name) for name, model in models.items())
-    return build(folder / "bundle", target, draft, "int8")
+    return hybrid_pairs.build(folder / "bundle", target, draft, "int8")
 
 
 PROMPTS = ["abcabcabcabcabc", "x", "for i in range(10):\n    print(i)\nfor i in range(10):\n"]
@@ -198,7 +193,7 @@ def test_measuring_steps_leaves_nothing_in_a_state(bundle: Path) -> None:
 def test_verify_looks_further_than_drafts_may_wait(bundle: Path) -> None:
     """Its outcomes have three tokens; of a bundle with K = 1, two may wait beside a state."""
     entry = load_manifest(bundle).models["target"]
-    prompt, paths = make_prompts(1)[3], [(), (7, 8, 9), (7,), (7, 8, 9, 10), (3, 4)]
+    prompt, paths = hybrid_pairs.make_prompts(1)[3], [(), (7, 8, 9), (7,), (7, 8, 9, 10), (3, 4)]
     found = []
     for lookahead in (1, 8):
         sizes = {"num_rows": 1, "kv_capacity": 64, "num_threads": 1, "lookahead": lookahead}

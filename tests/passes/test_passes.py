@@ -12,15 +12,8 @@ import pytest
 
 from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.onnx_emit import part_of
+from specexport.passes import clean_up
 from specexport.passes.base import constant_of
-from specexport.passes.clean_up import (
-    ConstantFoldPass,
-    NodeDeduplicatePass,
-    OperatorFusePass,
-    SelectFoldPass,
-    WeightDeduplicatePass,
-    WeightRemovePass,
-)
 from specexport.passes.linear_flatten import LinearFlattenPass
 from specexport.passes.logit_row_select import LogitRowSelectPass
 from specexport.passes.pipeline import default_passes, run_passes
@@ -89,7 +82,7 @@ def test_equal_weights_become_one_and_nearly_equal_ones_do_not(traced: Traced) -
         model.graph.append(node)
         sinks.append(node)
     before = len(model.graph.initializers)
-    assert WeightDeduplicatePass()(model).modified
+    assert clean_up.WeightDeduplicatePass()(model).modified
     assert sinks[0].inputs[0] is sinks[1].inputs[0]
     assert len({id(node.inputs[0]) for node in sinks}) == 3
     assert "b" not in model.graph.initializers
@@ -98,7 +91,7 @@ def test_equal_weights_become_one_and_nearly_equal_ones_do_not(traced: Traced) -
 
 def test_transposes_fold_lazily_and_not_where_the_weight_is_shared(traced: Traced) -> None:
     model = traced("llama_tied")
-    ConstantFoldPass()(model)
+    clean_up.ConstantFoldPass()(model)
     head = "model.lm_head.weight"
     originals = {
         name: v.const_value.numpy() for name, v in model.graph.initializers.items() if len(v.const_value.shape) == 2
@@ -137,7 +130,7 @@ def test_layers_of_a_stack_become_weights_of_their_own(also_whole: bool) -> None
     }}"""
     entries = [ir.tensor(np.array(i), name=f"i{i}") for i in range(4)]
     model = ir.from_onnx_text(text, initializers=[ir.tensor(stack, name="stack"), *entries])
-    folding = SelectFoldPass()
+    folding = clean_up.SelectFoldPass()
     folding(model)
     assert folding.changes == (0 if also_whole else 4)
     assert ("stack" in model.graph.initializers) == also_whole
@@ -151,7 +144,7 @@ def test_layers_of_a_stack_become_weights_of_their_own(also_whole: bool) -> None
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "phi", "gemma2", "granite", "cohere2", "mixtral", "gpt_oss"])
 def test_the_head_is_one_gemm_over_the_stored_weight(name: str, traced: Traced) -> None:
     model = traced(name)
-    ConstantFoldPass()(model)
+    clean_up.ConstantFoldPass()(model)
     assert LogitRowSelectPass()(model).modified
     (gemm,) = [node for node in model.graph if node.op_type == "Gemm" and node.outputs[0].shape[0] == "num_logit_rows"]
     assert gemm.attributes["transB"].as_int() == 1
@@ -166,7 +159,7 @@ def test_the_head_is_one_gemm_over_the_stored_weight(name: str, traced: Traced) 
 
 def test_an_unexpected_tail_is_left_as_it_is(traced: Traced) -> None:
     model = traced("llama")
-    ConstantFoldPass()(model)
+    clean_up.ConstantFoldPass()(model)
     matmul = next(v for v in model.graph.outputs if v.name == "logits").producer().inputs[0].producer()
     matmul.op_type = "Einsum"
     selecting = LogitRowSelectPass()
@@ -178,22 +171,22 @@ def test_constant_folding_never_copies_a_weight_matrix(traced: Traced) -> None:
     model = traced("llama")
     matrices = {n for n, v in model.graph.initializers.items() if v.const_value.size > 1024}
     nodes = len(model.graph)
-    folding = ConstantFoldPass()
+    folding = clean_up.ConstantFoldPass()
     folding(model)
     assert folding.changes == nodes - len(model.graph) > 0
     after = {n for n, v in model.graph.initializers.items() if v.const_value.size > 1024}
     assert after <= matrices
-    assert not ConstantFoldPass()(model).modified, "a second run has nothing left to do"
+    assert not clean_up.ConstantFoldPass()(model).modified, "a second run has nothing left to do"
 
 
 def test_fusing_and_merging_count_what_they_change(traced: Traced) -> None:
     model = traced("llama")
-    ConstantFoldPass()(model)
+    clean_up.ConstantFoldPass()(model)
     before = count(model)
-    fusing = OperatorFusePass()
+    fusing = clean_up.OperatorFusePass()
     fusing(model)
     assert fusing.changes == count(model)["RMSNormalization"] + count(model)["RotaryEmbedding"] == 9
-    merging = NodeDeduplicatePass()
+    merging = clean_up.NodeDeduplicatePass()
     nodes = len(model.graph)
     merging(model)
     assert merging.changes == nodes - len(model.graph) > 0
@@ -206,7 +199,7 @@ def test_weights_without_readers_go(traced: Traced) -> None:
     dead = ir.node("Neg", [add_weight(model, "dead", np.ones(3, np.float32))])
     model.graph.append(dead)
     names = set(model.graph.initializers)
-    removing = WeightRemovePass()
+    removing = clean_up.WeightRemovePass()
     removing(model)
     assert {"orphan", "dead"} <= names - set(model.graph.initializers)
     assert removing.changes == len(names) - len(model.graph.initializers)

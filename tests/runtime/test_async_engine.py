@@ -8,15 +8,8 @@ from contextlib import aclosing, suppress
 
 import pytest
 
-from specexport_runtime import AsyncSpecEngine, SamplingParams, SpecEngine, SpecexportError, StructuredOutputs
+from specexport_runtime import AsyncSpecEngine, SamplingParams, SpecEngine, SpecexportError, StructuredOutputs, errors
 from specexport_runtime.async_engine import Mailbox
-from specexport_runtime.errors import (
-    EngineClosedError,
-    InvalidRequestError,
-    OwnerLimitError,
-    QueueFullError,
-    RequestFailedError,
-)
 from specexport_runtime.intake.drafting import RequestSpec
 from tests.support.fakes.async_engines import (
     ENDLESS,
@@ -183,7 +176,7 @@ def test_a_submit_that_is_cancelled_while_it_tokenizes_leaves_nothing_running(en
         with pytest.raises(asyncio.CancelledError):
             await task
         assert service.num_active == 4
-        with pytest.raises(QueueFullError):  # they may still get a row
+        with pytest.raises(errors.QueueFullError):  # they may still get a row
             await service.submit([1])
         gate.shut()
         go.set()
@@ -302,11 +295,11 @@ def test_a_request_that_fails_says_so_everywhere(engine):
 def test_refusals_leave_no_trace(engine):
     async def main():
         service = AsyncSpecEngine(engine, max_waiting=1)
-        with pytest.raises(InvalidRequestError, match="tokens"):
+        with pytest.raises(errors.InvalidRequestError, match="tokens"):
             await service.submit([1] * MAX_MODEL_LEN)
-        with pytest.raises(InvalidRequestError, match="tokens"):  # from the other thread
+        with pytest.raises(errors.InvalidRequestError, match="tokens"):  # from the other thread
             await service.submit(LONG_TEXT)
-        with pytest.raises(InvalidRequestError, match="999"):  # all or none
+        with pytest.raises(errors.InvalidRequestError, match="999"):  # all or none
             await service.submit_all([RequestSpec([1], LONG), RequestSpec([999], LONG)])
         with pytest.raises(TypeError):
             await service.submit([1], nonsense=True)
@@ -324,13 +317,13 @@ def test_a_full_queue_refuses_all_or_nothing(engine):
         service = AsyncSpecEngine(engine, max_waiting=2)  # and four rows
         gate.shut()
         requests = await service.submit_all([RequestSpec([i], LONG) for i in range(4)])
-        with pytest.raises(QueueFullError, match="4 requests are being served or wait"):
+        with pytest.raises(errors.QueueFullError, match="4 requests are being served or wait"):
             await service.submit_all([RequestSpec([i], LONG) for i in range(3)])
         assert service.num_active == 4
         requests += await service.submit_all([RequestSpec([i], LONG) for i in (4, 5)])
-        with pytest.raises(QueueFullError, match="6 requests"):
+        with pytest.raises(errors.QueueFullError, match="6 requests"):
             await service.submit([9], LONG)
-        with pytest.raises(InvalidRequestError, match="at most 6"):  # that many never
+        with pytest.raises(errors.InvalidRequestError, match="at most 6"):  # that many never
             await service.submit_all([RequestSpec([i], LONG) for i in range(7)])
         requests[5].cancel()
         gate.open()
@@ -342,7 +335,7 @@ def test_a_full_queue_refuses_all_or_nothing(engine):
             assert (await request.result()).token_ids == expected([i], 40)
 
     asyncio.run(main())
-    with pytest.raises(InvalidRequestError, match="max_waiting is -1"):
+    with pytest.raises(errors.InvalidRequestError, match="max_waiting is -1"):
         AsyncSpecEngine(engine, max_waiting=-1)
 
 
@@ -370,7 +363,7 @@ def test_long_texts_are_tokenized_one_after_the_other_beside_the_event_loop(engi
 
         await asyncio.gather(*[service.aside(lambda i=i: noted([1 + i])) for i in range(6)])
         await service.aclose()
-        with pytest.raises(EngineClosedError):
+        with pytest.raises(errors.EngineClosedError):
             await service.aside(lambda: noted([1]))
         return threads
 
@@ -387,7 +380,7 @@ def test_forms_that_are_not_ready_are_compiled_beside_the_event_loop(engine, mon
 
         def compile(self, form, **_):
             asked.append((form.regex, threading.current_thread().name.partition("_")[0]))
-            raise InvalidRequestError("it was asked for")
+            raise errors.InvalidRequestError("it was asked for")
 
         def close(self):
             pass
@@ -397,7 +390,7 @@ def test_forms_that_are_not_ready_are_compiled_beside_the_event_loop(engine, mon
     async def run():
         service = AsyncSpecEngine(engine)
         for text in ("known", "new"):
-            with pytest.raises(InvalidRequestError, match="asked for"):
+            with pytest.raises(errors.InvalidRequestError, match="asked for"):
                 await service.submit([3], SamplingParams(structured_outputs=StructuredOutputs(regex=text)))
         await service.aclose()
 
@@ -418,7 +411,7 @@ def test_owners_take_turns_beside_the_event_loop(engine):
             for name in ("a1", "a2", "a3", "b1", "b2", "c1")
         ]
         await asyncio.sleep(0)
-        with pytest.raises(OwnerLimitError):
+        with pytest.raises(errors.OwnerLimitError):
             await service.aside(lambda: None, "a")
         pieces[1].cancel()
         others = [await service.aside(threading.current_thread, "a", lane=lane) for lane in ("brief", "forms")]
@@ -441,12 +434,12 @@ def test_a_request_holds_a_place_while_it_is_planned(engine):
         rows = engine.max_num_seqs
         with service.place("a"):
             first = await service.submit([1], LONG, owner="a")
-            with pytest.raises(OwnerLimitError), service.place("a"):
+            with pytest.raises(errors.OwnerLimitError), service.place("a"):
                 pass
-            with pytest.raises(OwnerLimitError):
+            with pytest.raises(errors.OwnerLimitError):
                 await service.submit([1], LONG, owner="a")
         others = [await service.submit([1], LONG, owner=str(number)) for number in range(rows - 2)]
-        with service.place("b"), pytest.raises(QueueFullError):
+        with service.place("b"), pytest.raises(errors.QueueFullError):
             await service.submit([1], LONG, owner="c")
         for request in [first, *others, await service.submit([1], LONG, owner="a")]:
             assert await ends(request) == "length"
@@ -462,9 +455,9 @@ def test_what_waits_beside_the_event_loop_ends_when_the_engine_closes(engine):
         waiting = asyncio.ensure_future(service.aside(lambda: None))
         await asyncio.sleep(0)
         await service.aclose()
-        with pytest.raises(EngineClosedError):
+        with pytest.raises(errors.EngineClosedError):
             await waiting
-        with pytest.raises(EngineClosedError):
+        with pytest.raises(errors.EngineClosedError):
             await service.aside(lambda: None, is_taken=True)
         assert service.is_working_aside  # nothing waits for it
         go.set()
@@ -479,7 +472,7 @@ def test_drain_waits_for_what_was_taken_and_refuses_the_rest(engine):
         requests = await service.submit_all([RequestSpec([i], LONG) for i in range(6)])
         draining = asyncio.ensure_future(service.drain())
         await asyncio.sleep(0)
-        with pytest.raises(EngineClosedError):
+        with pytest.raises(errors.EngineClosedError):
             await service.submit([1])
         assert await draining
         assert [request.handle.result(0).finish_reason for request in requests] == ["length"] * 6
@@ -519,9 +512,9 @@ def test_closing_finishes_what_was_taken_and_may_be_repeated():
         await asyncio.gather(service.aclose(), service.aclose())
         await service.aclose()
         assert (await request.result()).token_ids == expected([5], 40)
-        with pytest.raises(EngineClosedError):
+        with pytest.raises(errors.EngineClosedError):
             await service.submit([5])
-        with pytest.raises(EngineClosedError):
+        with pytest.raises(errors.EngineClosedError):
             engine.submit([5])
 
     asyncio.run(main())
@@ -544,7 +537,7 @@ def test_a_close_that_is_cancelled_cancels_what_is_left_and_closes():
         with pytest.raises(asyncio.CancelledError):
             await closing
         assert [(await request.result()).finish_reason for request in requests] == ["cancelled"] * 6
-        with pytest.raises(EngineClosedError):
+        with pytest.raises(errors.EngineClosedError):
             engine.submit([5])
         assert_at_rest(engine)
 
@@ -566,7 +559,7 @@ def test_a_block_finishes_its_requests_and_one_that_fails_cancels_them():
                 raise KeyError
         assert (await request.result()).finish_reason == "cancelled"
         for engine in engines:
-            with pytest.raises(EngineClosedError):
+            with pytest.raises(errors.EngineClosedError):
                 engine.submit([1])
 
     asyncio.run(main())
@@ -596,7 +589,7 @@ def test_an_event_loop_that_is_closed_takes_only_its_own_requests_along(engine, 
 
     assert [result.token_ids for result in asyncio.run(others())] == [expected([3], 40), expected([4], 40)]
     assert mine.result(60).token_ids == expected([2], 40)
-    with pytest.raises(RequestFailedError, match="event loop of this request was closed"):
+    with pytest.raises(errors.RequestFailedError, match="event loop of this request was closed"):
         lost.handle.result(60)
 
 

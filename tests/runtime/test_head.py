@@ -17,20 +17,13 @@ from specexport_runtime.packing.kv import BorrowedKv, KvArena
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases.entries import changed, make_entry
-from tests.support.fakes.drafter_kinds import (
-    HEADS,
-    HYDRA_HEADS,
-    assistant_decoder,
-    block_decoder,
-    head_decoder,
-    hydra_decoder,
-)
+from tests.support.fakes import drafter_kinds
 from tests.support.fakes.heads_on_fakes import PROMPTS, check_plain, make_sequences, totals
 from tests.support.fakes.loop import CAPACITY, VOCAB, make_sequence, make_target, run
 
 
 def test_features_are_asked_for_only_where_a_head_may_draft():
-    decoder, target, _ = head_decoder(3)
+    decoder, target, _ = drafter_kinds.head_decoder(3)
     wanted = []
     want = target.want_features
     target.want_features = lambda on: (wanted.append(on), want(on))
@@ -51,7 +44,7 @@ def parallel_head(decoder, drafter):
 
 @pytest.mark.parametrize(("rows", "temperature"), [(1, 0.0), (4, 0.0), (4, 0.8)])
 def test_a_parallel_head_drafts_all_tokens_in_one_step(rows, temperature):
-    decoder, target, drafter = head_decoder(5, 0.0, rows)
+    decoder, target, drafter = drafter_kinds.head_decoder(5, 0.0, rows)
     parallel = parallel_head(decoder, drafter)
     params = SamplingParams(max_tokens=24, temperature=temperature)
     sequences = [make_sequence(i, prompt, params, seed=i) for i, prompt in enumerate(PROMPTS)]
@@ -72,7 +65,7 @@ def test_a_parallel_head_drafts_all_tokens_in_one_step(rows, temperature):
 @pytest.mark.parametrize("fixed", [24, 40])
 def test_no_step_of_a_parallel_head_is_wider_than_its_engine_takes(fixed):
     """Rows that all have much to read, and stand-ins behind it: an engine with fixed sizes takes so many tokens."""
-    decoder, target, drafter = head_decoder(5, 0.0, 4)
+    decoder, target, drafter = drafter_kinds.head_decoder(5, 0.0, 4)
     drafter.runner.executor.max_num_tokens = fixed
     parallel = parallel_head(decoder, drafter)
     sequences = make_sequences(lambda i: 12 + i, [[3, 4, 5] * 2, [1] * 6, [16] * 6, [7, 0] * 3])
@@ -85,7 +78,7 @@ def test_no_step_of_a_parallel_head_is_wider_than_its_engine_takes(fixed):
 
 
 def test_one_step_of_a_head_that_fills_blocks_a_round():
-    decoder, target, drafter = block_decoder(5, 0.0)
+    decoder, target, drafter = drafter_kinds.block_decoder(5, 0.0)
     run(decoder, make_sequences(lambda _: 24, PROMPTS[:4]))
     assert len(drafter.runner.executor.calls) <= len(target.calls)
     wide = [shape for shape in drafter.runner.executor.calls if shape.num_logit_rows > shape.num_seqs]
@@ -112,7 +105,7 @@ def test_a_hydra_head_that_is_fed_another_draft_guesses_worse(monkeypatch):
 
     for method in (pending, alone):
         monkeypatch.setattr(HydraDrafter, "_pending", method)
-        decoder, target, _ = hydra_decoder()
+        decoder, target, _ = drafter_kinds.hydra_decoder()
         sequences = make_sequences(lambda _: 30)
         run(decoder, sequences)
         check_plain(target, sequences)
@@ -135,7 +128,7 @@ def test_why_a_head_cannot_draft_is_said():
     [
         ({}, HeadDrafter, None, "a draft head"),
         ({"num_draft_heads": 1}, MedusaDrafter, 1, "Medusa heads"),
-        (HYDRA_HEADS, HydraDrafter, HEADS, "Hydra heads"),
+        (drafter_kinds.HYDRA_HEADS, HydraDrafter, drafter_kinds.HEADS, "Hydra heads"),
         ({"lender": True}, AssistantDrafter, None, "an assistant"),
     ],
 )
@@ -157,7 +150,7 @@ def test_one_entry_too_many_of_an_assistant_is_refused():
         def kv_len(self, row):
             return super().kv_len(row) + 1
 
-    decoder, _, drafter = assistant_decoder(3)
+    decoder, _, drafter = drafter_kinds.assistant_decoder(3)
     drafter.runner.kv = Longer(decoder.target.kv)
     with pytest.raises(SpecexportError, match="2 entries of a request of 2 tokens"):
         run(decoder, make_sequences(lambda _: 20, PROMPTS[:1]))

@@ -12,38 +12,29 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import ENTRY_BYTES, FakeExecutor
 from specexport_runtime.intake.checks import parse_bytes
 from tests.support.cases.memory import needs_linux, resident_bytes
+from tests.support.fakes import loop
 from tests.support.fakes.engine import make_engine, make_tokenizer
 from tests.support.fakes.engine_of import engine_of
-from tests.support.fakes.loop import (
-    CAPACITY,
-    MAX_MODEL_LEN,
-    VOCAB,
-    greedy_reference,
-    make_decoder,
-    make_draft,
-    make_sequence,
-    make_target,
-)
 from tests.support.fakes.rounds import check_every_round
 
 PAGE = 8 * ENTRY_BYTES
-ROW = CAPACITY * ENTRY_BYTES
-SLACK = CAPACITY - MAX_MODEL_LEN
+ROW = loop.CAPACITY * ENTRY_BYTES
+SLACK = loop.CAPACITY - loop.MAX_MODEL_LEN
 
 
 def text(step, length=30):
-    return (np.arange(length) * step % VOCAB).tolist()
+    return (np.arange(length) * step % loop.VOCAB).tolist()
 
 
 def decoder_of(budget, rows=6, *, reuse=True, most=None, **options):
     """Of a target alone: a sequence of n tokens may need n + 16 entries, in pages of 8."""
-    return make_decoder(
-        make_target(rows, context=3), None, 0, budget=budget, reuses_prefixes=reuse, max_num_seqs=most, **options
+    return loop.make_decoder(
+        loop.make_target(rows, context=3), None, 0, budget=budget, reuses_prefixes=reuse, max_num_seqs=most, **options
     )
 
 
 def add(decoder, prompt, tokens, *, scope="", pinned=False, owner=""):
-    seq = make_sequence(0, prompt, SamplingParams(max_tokens=tokens), scope=scope, is_pinned=pinned, owner=owner)
+    seq = loop.make_sequence(0, prompt, SamplingParams(max_tokens=tokens), scope=scope, is_pinned=pinned, owner=owner)
     decoder.add(seq)
     return seq
 
@@ -55,7 +46,7 @@ def finish(decoder, *sequences):
         assert decoder.target.executor.resident_bytes <= decoder.load.kv_bytes_resident <= decoder.rows.memory.limit
     for seq in sequences:
         prompt = seq.tokens[: seq.num_prompt_tokens]
-        assert seq.output == greedy_reference(decoder.target.executor, prompt, seq.max_tokens)
+        assert seq.output == loop.greedy_reference(decoder.target.executor, prompt, seq.max_tokens)
 
 
 def ask(decoder, prompt, tokens=6, **options):
@@ -156,7 +147,7 @@ def test_an_engine_keeps_to_its_budget_and_tells_of_it():
         params = SamplingParams(max_tokens=20)
         handles = [engine.submit([i], params, callback=lambda _: loads.append(engine.current_load())) for i in range(9)]
         for i, handle in enumerate(handles):
-            assert handle.result(60).token_ids == greedy_reference(make_target(), [i], 20)
+            assert handle.result(60).token_ids == loop.greedy_reference(loop.make_target(), [i], 20)
         assert all((0 < load.kv_usage <= 1) == (load.num_running > 0) for load in loads)
         assert max(load.num_running for load in loads) == 2
         assert all(load.kv_bytes_resident <= 20 << 10 for load in loads)
@@ -225,12 +216,12 @@ def test_every_drafter_gives_the_same_texts_within_a_budget(drafter, temperature
     found = []
     for budget in (None, 4 * ROW):
         parts = {
-            "draft": make_draft("good", 6) if drafter == "draft-model" else None,
-            "head": FakeExecutor(VOCAB, 6, CAPACITY, reads_features=True) if drafter == "head" else None,
+            "draft": loop.make_draft("good", 6) if drafter == "draft-model" else None,
+            "head": FakeExecutor(loop.VOCAB, 6, loop.CAPACITY, reads_features=True) if drafter == "head" else None,
         }
-        target = make_target(6, num_gates=8 if drafter == "self" else 0, gives_features=drafter == "head")
+        target = loop.make_target(6, num_gates=8 if drafter == "self" else 0, gives_features=drafter == "head")
         with closing(
-            engine_of(target, make_tokenizer(), **parts, max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=budget)
+            engine_of(target, make_tokenizer(), **parts, max_model_len=loop.MAX_MODEL_LEN, kv_cache_memory_bytes=budget)
         ) as engine:
             check_every_round(engine)
             for _ in range(2):  # the second time all of it is known, as far as it was kept

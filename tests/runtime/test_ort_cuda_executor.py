@@ -7,16 +7,8 @@ import pytest
 
 from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
-from specexport_runtime.executors import ort_cuda, ort_cuda_session
+from specexport_runtime.executors import ort_cuda, ort_cuda_session, paged
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.executors.paged import (
-    BLOCK_ENTRIES,
-    CUDNN_SWITCH,
-    MOST_TOKEN_ROWS,
-    paged_head_size,
-    pays,
-    token_row_shapes,
-)
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.support.cases import chance
 from tests.support.cases.entries import changed
@@ -58,20 +50,20 @@ def fill_cache(executor, value):
 @pytest.fixture
 def hopper(monkeypatch):
     """A GPU for which steps of few tokens have a row for each."""
-    monkeypatch.delenv(CUDNN_SWITCH, raising=False)
+    monkeypatch.delenv(paged.CUDNN_SWITCH, raising=False)
     monkeypatch.setattr(ort_cuda, "compute_capability", lambda device_id: 90)
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("capability", [89, 90])
 def test_ragged_steps_rollback_and_moves_equal_the_strict_fake(ort, capability, monkeypatch):
-    monkeypatch.delenv(CUDNN_SWITCH, raising=False)
+    monkeypatch.delenv(paged.CUDNN_SWITCH, raising=False)
     monkeypatch.setattr(ort_cuda, "compute_capability", lambda device_id: capability)
     executor, model = make_executor(), FakeExecutor(VOCAB, 1, 1)
     runner = ModelRunner(executor)
     rng = np.random.default_rng(chance.seed(0))
-    texts = [rng.integers(1, VOCAB, BLOCK_ENTRIES + 30).tolist() for _ in range(ROWS)]
-    starts = [3, 60, BLOCK_ENTRIES - 4, 1]
+    texts = [rng.integers(1, VOCAB, paged.BLOCK_ENTRIES + 30).tolist() for _ in range(ROWS)]
+    starts = [3, 60, paged.BLOCK_ENTRIES - 4, 1]
     for row, start in enumerate(starts):
         runner.prefill(row, texts[row][:start])
     done = list(starts)
@@ -98,14 +90,14 @@ def test_ragged_steps_rollback_and_moves_equal_the_strict_fake(ort, capability, 
             runner.release_row(3)
             runner.prefill(3, texts[3][:2])
     assert done[0] > starts[0] + 10
-    assert max(done) > BLOCK_ENTRIES, "a row must go on in its second block"
+    assert max(done) > paged.BLOCK_ENTRIES, "a row must go on in its second block"
     widest = {binding.inputs["block_table"][2][0] for binding, _ in ort.runs}
     assert (max(widest) > ROWS) == (capability == 90), "a row for each token"
 
 
 def test_few_tokens_get_a_row_each_and_steps_of_the_same_sizes_share_a_graph(ort, hopper):
     executor, model = make_executor(), FakeExecutor(VOCAB, 1, 1)
-    executor.capture(token_row_shapes())
+    executor.capture(paged.token_row_shapes())
     texts = [[3, 4, 5], [6, 7], [8], [9, 10]]
     for row, text in enumerate(texts):
         fill(executor, StepShape(row, 1, len(text), len(text), 1), [len(text)], [0], text)
@@ -128,7 +120,7 @@ def test_few_tokens_get_a_row_each_and_steps_of_the_same_sizes_share_a_graph(ort
     # Idle rows may make a step of two tokens two rows wide, and one of many tokens stays as it is.
     for shape, rows in (
         (StepShape(0, 2, 2, 2, 2), 2),
-        (StepShape(0, 1, MOST_TOKEN_ROWS + 1, MOST_TOKEN_ROWS + 1, 1), 1),
+        (StepShape(0, 1, paged.MOST_TOKEN_ROWS + 1, paged.MOST_TOKEN_ROWS + 1, 1), 1),
     ):
         fill(executor, shape, [shape.num_tokens] + [0] * (shape.num_seqs - 1), [0] * shape.num_seqs, shape[2] * [7])
         np.testing.assert_array_equal(executor.execute()[0], model.logits_after([7]))
@@ -145,8 +137,8 @@ def test_few_tokens_get_a_row_each_and_steps_of_the_same_sizes_share_a_graph(ort
     ],
 )  # fmt: skip
 def test_a_row_for_each_token_is_for_causal_layers_that_cudnn_computes(capability, switch, fields, expected):
-    environment = {} if switch is None else {CUDNN_SWITCH: switch}
-    assert pays(changed(ENTRY, **fields), capability, environment) is expected
+    environment = {} if switch is None else {paged.CUDNN_SWITCH: switch}
+    assert paged.pays(changed(ENTRY, **fields), capability, environment) is expected
 
 
 def test_a_moved_row_is_not_copied(ort):
@@ -242,9 +234,11 @@ def test_a_larger_step_moves_the_buffers_and_graphs_keep_theirs(ort):
 def test_the_arena_is_whole_blocks_and_zeroed(ort):
     executor = make_executor()
     blocks = ROWS * 2
-    expected = sum(blocks * BLOCK_ENTRIES * layer.kv_heads * paged_head_size(layer) * 2 * 2 for layer in LAYERS)
+    expected = sum(
+        blocks * paged.BLOCK_ENTRIES * layer.kv_heads * paged.paged_head_size(layer) * 2 * 2 for layer in LAYERS
+    )
     assert executor.kv_bytes == expected
-    assert [paged_head_size(layer) for layer in LAYERS] == [16, 24]
+    assert [paged.paged_head_size(layer) for layer in LAYERS] == [16, 24]
     executor.driver.synchronize()
     assert not view(("cuda", np.uint8, (executor.kv_bytes,), executor._arena), np.uint8).any()
 

@@ -10,16 +10,7 @@ from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases import chance
-from tests.support.fakes.drafter_kinds import (
-    PLANS,
-    assistant_decoder,
-    block_decoder,
-    gated,
-    head_decoder,
-    hydra_decoder,
-    medusa_decoder,
-    self_decoder,
-)
+from tests.support.fakes import drafter_kinds
 from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
 
 PROMPT = [1, 2, 3, 4, 5, 1, 2, 3, 7, 11, 4, 5, 6]
@@ -28,18 +19,18 @@ OTHER = [7, 0, 7, 9, 9]
 
 def on_models(plan):
     return lambda rows, **options: make_decoder(
-        make_target(rows, context=3), make_draft("good", rows), 4, plan=PLANS[plan], **options
+        make_target(rows, context=3), make_draft("good", rows), 4, plan=drafter_kinds.PLANS[plan], **options
     )
 
 
 DECODERS = {
-    **{plan: on_models(plan) for plan in PLANS},
-    "self": lambda rows, **options: self_decoder(gated(0.4, rows), 3, **options),
-    "head": lambda rows, **options: head_decoder(4, 0.4, rows, **options)[0],
-    "block head": lambda rows, **options: block_decoder(4, 0.4, rows, **options)[0],
-    "medusa": lambda rows, **options: medusa_decoder(3, 0.4, rows, **options)[0],
-    "hydra": lambda rows, **options: hydra_decoder(3, 0.4, rows, **options)[0],
-    "assistant": lambda rows, **options: assistant_decoder(3, 0.4, rows, **options)[0],
+    **{plan: on_models(plan) for plan in drafter_kinds.PLANS},
+    "self": lambda rows, **options: drafter_kinds.self_decoder(drafter_kinds.gated(0.4, rows), 3, **options),
+    "head": lambda rows, **options: drafter_kinds.head_decoder(4, 0.4, rows, **options)[0],
+    "block head": lambda rows, **options: drafter_kinds.block_decoder(4, 0.4, rows, **options)[0],
+    "medusa": lambda rows, **options: drafter_kinds.medusa_decoder(3, 0.4, rows, **options)[0],
+    "hydra": lambda rows, **options: drafter_kinds.hydra_decoder(3, 0.4, rows, **options)[0],
+    "assistant": lambda rows, **options: drafter_kinds.assistant_decoder(3, 0.4, rows, **options)[0],
 }
 WAYS = {
     "greedy": {},
@@ -86,7 +77,7 @@ def test_the_text_and_every_round_are_what_they_are_alone(name, way, rows):
 
 @pytest.mark.parametrize("unpad_input", [True, False])
 def test_the_padded_method_reads_again_too(unpad_input):
-    for plan in PLANS:
+    for plan in drafter_kinds.PLANS:
         make = DECODERS[plan]
         alone, _ = interrupted(make, [], "sampled", unpad_kv=False, unpad_input=unpad_input)
         seq, _ = interrupted(make, [14, 31], "sampled", unpad_kv=False, unpad_input=unpad_input, max_chunk=5)
@@ -160,7 +151,9 @@ def test_a_sequence_whose_drafter_cannot_go_on_is_not_paused():
     seq, decoder = interrupted(make, [20])
     assert seq.stats.preemptions == 0
     assert not decoder.drafter.can_restart(seq)
-    assert decoder.drafter.can_restart(make_sequence(0, [1], SamplingParams(), draft_plan=PLANS["lookup"]))
+    assert decoder.drafter.can_restart(
+        make_sequence(0, [1], SamplingParams(), draft_plan=drafter_kinds.PLANS["lookup"])
+    )
 
 
 def test_an_engine_that_fails_leaves_the_paused_waiting():

@@ -14,28 +14,19 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage, Proposal
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.fakes import heads_on_fakes
+from tests.support.fakes import heads_on_fakes, loop
 from tests.support.fakes.fed import ask, fed
-from tests.support.fakes.loop import (
-    CAPACITY,
-    VOCAB,
-    fail_at,
-    greedy_reference,
-    make_decoder,
-    make_draft,
-    make_sequence,
-    make_target,
-    run,
-)
 
-LONG = (np.arange(30) * 7 % VOCAB).tolist()
-OTHER = (np.arange(30) * 5 % VOCAB).tolist()
+LONG = (np.arange(30) * 7 % loop.VOCAB).tolist()
+OTHER = (np.arange(30) * 5 % loop.VOCAB).tolist()
 MODEL = (DraftStage("draft-model", 4),)
 
 
 def decoder_of(rows=4, *, draft="good", most=None, reuse=True, **options):
-    executor = make_draft(draft, rows) if draft else None
-    return make_decoder(make_target(rows, context=3), executor, 4, reuses_prefixes=reuse, max_num_seqs=most, **options)
+    executor = loop.make_draft(draft, rows) if draft else None
+    return loop.make_decoder(
+        loop.make_target(rows, context=3), executor, 4, reuses_prefixes=reuse, max_num_seqs=most, **options
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -64,7 +55,7 @@ def test_two_conversations_keep_their_rows(rows):
     for turn in range(4):
         for name, prompt in prompts.items():
             seq = ask(decoder, prompt)
-            assert seq.output == greedy_reference(decoder.target.executor, prompt, 6)
+            assert seq.output == loop.greedy_reference(decoder.target.executor, prompt, 6)
             assert bool(seq.stats.cached_tokens) == (turn > 0)
             prompts[name] = [*seq.tokens, 2, 2]
     assert len(decoder.rows.kept) == 2
@@ -73,32 +64,32 @@ def test_two_conversations_keep_their_rows(rows):
 
 def test_a_row_that_runs_is_copied_from():
     decoder = decoder_of()
-    running = make_sequence(0, LONG, SamplingParams(max_tokens=30), scope="")
+    running = loop.make_sequence(0, LONG, SamplingParams(max_tokens=30), scope="")
     decoder.add(running)
     decoder.step()
     decoder.step()
-    late = make_sequence(1, [*LONG[:25], 1, 1], SamplingParams(max_tokens=6), scope="")
-    run(decoder, [late])
+    late = loop.make_sequence(1, [*LONG[:25], 1, 1], SamplingParams(max_tokens=6), scope="")
+    loop.run(decoder, [late])
     assert late.stats.cached_tokens == 25
     for seq, prompt in ((running, LONG), (late, [*LONG[:25], 1, 1])):
-        assert seq.output == greedy_reference(decoder.target.executor, prompt, seq.max_tokens)
+        assert seq.output == loop.greedy_reference(decoder.target.executor, prompt, seq.max_tokens)
 
 
 def test_prompts_that_come_together_are_read_once():
     """The second waits until the first has read what both begin with; one that begins otherwise does not."""
-    prompt = (np.arange(70) * 3 % VOCAB).tolist()
-    target = FakeExecutor(VOCAB, 4, 120, context=3)
-    decoder = make_decoder(target, None, 0, reuses_prefixes=True, max_num_batched_tokens=80)
+    prompt = (np.arange(70) * 3 % loop.VOCAB).tolist()
+    target = FakeExecutor(loop.VOCAB, 4, 120, context=3)
+    decoder = loop.make_decoder(target, None, 0, reuses_prefixes=True, max_num_batched_tokens=80)
     counts = fed(decoder)
     sequences = [
-        Request(i, ids, SamplingParams(max_tokens=4), vocab_size=VOCAB, max_model_len=100, scope="")
+        Request(i, ids, SamplingParams(max_tokens=4), vocab_size=loop.VOCAB, max_model_len=100, scope="")
         for i, ids in enumerate([prompt, prompt, [*prompt[:68], 5, 5], OTHER])
     ]
-    run(decoder, sequences)
+    loop.run(decoder, sequences)
     assert [seq.stats.cached_tokens for seq in sequences] == [0, 69, 68, 0]
     assert sum(counts) == 70 + 1 + 2 + 30 + 4 * 3
     for seq in sequences:
-        assert seq.output == greedy_reference(target, seq.tokens[: seq.num_prompt_tokens], 4)
+        assert seq.output == loop.greedy_reference(target, seq.tokens[: seq.num_prompt_tokens], 4)
 
 
 def test_what_says_least_is_forgotten_first():
@@ -108,10 +99,10 @@ def test_what_says_least_is_forgotten_first():
     ask(decoder, OTHER)
     ask(decoder, OTHER + [1] * 20)  # continues the one before, in its row
     assert len(decoder.rows.kept) == 2
-    third = (np.arange(30) * 11 % VOCAB).tolist()
+    third = (np.arange(30) * 11 % loop.VOCAB).tolist()
     ask(decoder, third)
     assert len(decoder.rows.kept) == 3
-    fourth = (np.arange(30) * 13 % VOCAB).tolist()
+    fourth = (np.arange(30) * 13 % loop.VOCAB).tolist()
     ask(decoder, fourth)  # the oldest that is not pinned goes
     assert [ask(decoder, prompt).stats.cached_tokens > 0 for prompt in (OTHER, fourth, LONG)] == [False, True, True]
     for prompt in (third, OTHER, third, OTHER, fourth):
@@ -140,19 +131,19 @@ def test_short_texts_are_not_kept():
 
 def test_a_cancelled_sequence_leaves_what_was_read():
     decoder = decoder_of(max_num_batched_tokens=20)
-    seq = make_sequence(0, LONG, SamplingParams(max_tokens=9), scope="")
+    seq = loop.make_sequence(0, LONG, SamplingParams(max_tokens=9), scope="")
     decoder.add(seq)
     decoder.step()
     decoder.cancel(seq)
     assert ask(decoder, LONG).stats.cached_tokens == 20
-    assert ask(decoder, LONG).output == greedy_reference(decoder.target.executor, LONG, 6)
+    assert ask(decoder, LONG).output == loop.greedy_reference(decoder.target.executor, LONG, 6)
 
 
 def test_an_engine_that_fails_leaves_nothing():
     decoder = decoder_of()
     ask(decoder, LONG)
-    fail_at(decoder.target.executor, 1)
-    seq = make_sequence(0, OTHER, SamplingParams(max_tokens=9), scope="")
+    loop.fail_at(decoder.target.executor, 1)
+    seq = loop.make_sequence(0, OTHER, SamplingParams(max_tokens=9), scope="")
     decoder.add(seq)
     with pytest.raises(RuntimeError) as failed:
         decoder.step()
@@ -168,7 +159,7 @@ def test_a_head_goes_on_from_its_row(noise, temperature):
     for reuse in (True, False):
 
         def make(runner):
-            return HeadDrafter(runner, vocab_size=VOCAB)
+            return HeadDrafter(runner, vocab_size=loop.VOCAB)
 
         decoder, _, drafter = heads_on_fakes.decoder_with(make, 4, noise, 2, reuses_prefixes=reuse)
         texts[reuse], prompt = [], LONG[:20]
@@ -190,13 +181,13 @@ def test_a_head_goes_on_from_its_row(noise, temperature):
 def test_a_head_reads_what_it_has_no_features_of():
     """A text of a sequence that it did not draft for."""
     decoder, target, _ = heads_on_fakes.decoder_with(
-        lambda runner: HeadDrafter(runner, vocab_size=VOCAB), 4, reuses_prefixes=True
+        lambda runner: HeadDrafter(runner, vocab_size=loop.VOCAB), 4, reuses_prefixes=True
     )
     plain = ask(decoder, LONG, plan=(DraftStage("lookup", 1),))
     assert ask(decoder, plain.tokens, 4).stats.cached_tokens == 0
     drafted = ask(decoder, plain.tokens, 4)
     assert drafted.stats.cached_tokens == len(plain.tokens) - 2
-    assert drafted.output == greedy_reference(target, plain.tokens, 4)
+    assert drafted.output == loop.greedy_reference(target, plain.tokens, 4)
     assert drafted.stats.accepted == drafted.stats.drafted > 0
 
 
@@ -205,7 +196,7 @@ def test_a_drafter_of_the_users_own_begins_anew():
     told = []
 
     class Own(Drafter):
-        traits = make_decoder(make_target(), None, 0).drafter.drafters["lookup"].traits
+        traits = loop.make_decoder(loop.make_target(), None, 0).drafter.drafters["lookup"].traits
 
         def propose(self, sequences, lookaheads):
             return [Proposal([]) for _ in sequences]
@@ -224,10 +215,10 @@ def test_a_drafter_of_the_users_own_begins_anew():
 
 
 def test_rows_are_taken_over_whole_or_not_at_all():
-    runner = ModelRunner(make_target())
+    runner = ModelRunner(loop.make_target())
     runner.kv.restore(0, 5)
     assert runner.kv.kv_len(0) == 5
     with pytest.raises(SpecexportError, match="cannot take over 3 entries, it has 5"):
         runner.kv.restore(0, 3)
     with pytest.raises(SpecexportError, match="cannot take over"):
-        runner.kv.restore(1, CAPACITY + 1)
+        runner.kv.restore(1, loop.CAPACITY + 1)

@@ -6,36 +6,27 @@ import pytest
 from specexport_runtime.executors.fake import ENTRY_BYTES
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases import chance
+from tests.support.fakes import loop
 from tests.support.fakes.drafter_kinds import PLANS
-from tests.support.fakes.loop import (
-    CAPACITY,
-    MAX_MODEL_LEN,
-    VOCAB,
-    make_decoder,
-    make_draft,
-    make_sequence,
-    make_target,
-    run,
-)
 
 EVENTS = 1000
 ROWS = 5
-ROW_BYTES = 2 * CAPACITY * ENTRY_BYTES
+ROW_BYTES = 2 * loop.CAPACITY * ENTRY_BYTES
 """Of target and draft, at their full length."""
 
 
 class World:
     def __init__(self, seed: int, reuse: bool = False, budget: float | None = None, **modes: bool) -> None:
         self.random = np.random.default_rng(seed)
-        self.beginnings = self.random.integers(0, VOCAB, (3, MAX_MODEL_LEN)).tolist() if reuse else []
+        self.beginnings = self.random.integers(0, loop.VOCAB, (3, loop.MAX_MODEL_LEN)).tolist() if reuse else []
         self.texts = []
         self.cached = 0
         self.modes = modes
         rows = ROWS if budget is None else 2 * ROWS
         self.limit = None if budget is None else int(budget * ROW_BYTES)
         self.most_running, self.longest_kept = 0, 0
-        self.target, self.draft = make_target(rows, context=3), make_draft("good", rows)
-        self.decoder = make_decoder(
+        self.target, self.draft = loop.make_target(rows, context=3), loop.make_draft("good", rows)
+        self.decoder = loop.make_decoder(
             self.target, self.draft, 4, max_num_seqs=rows - 2 if reuse else None, max_num_batched_tokens=20,
             max_chunk=9, reuses_prefixes=reuse, budget=self.limit, **modes,
         )  # fmt: skip
@@ -43,17 +34,17 @@ class World:
         self.count = 0
 
     def submit(self) -> None:
-        length = int(self.random.integers(1, MAX_MODEL_LEN - 1))
-        prompt = self.random.integers(0, VOCAB, length if self.random.random() < 0.3 else 1 + length % 9).tolist()
+        length = int(self.random.integers(1, loop.MAX_MODEL_LEN - 1))
+        prompt = self.random.integers(0, loop.VOCAB, length if self.random.random() < 0.3 else 1 + length % 9).tolist()
         if self.beginnings:
             known = [*self.beginnings, *self.texts[-9:]]
             begin = known[int(self.random.integers(len(known)))]
-            prompt = [*begin[: int(self.random.integers(10, 50))], *prompt][: MAX_MODEL_LEN - 2]
+            prompt = [*begin[: int(self.random.integers(10, 50))], *prompt][: loop.MAX_MODEL_LEN - 2]
         temperature = float(self.random.choice([0.0, 0.0, 0.9]))
         params = SamplingParams(max_tokens=int(self.random.integers(1, 40)), temperature=temperature)
         plan = PLANS[self.random.choice(list(PLANS))]
-        reference = self.random.integers(0, VOCAB, int(self.random.integers(0, 30))).tolist()
-        seq = make_sequence(self.count, prompt, params, seed=self.count, draft_plan=plan, reference=reference)
+        reference = self.random.integers(0, loop.VOCAB, int(self.random.integers(0, 30))).tolist()
+        seq = loop.make_sequence(self.count, prompt, params, seed=self.count, draft_plan=plan, reference=reference)
         seq.scope = self.random.choice(["", "other"], p=[0.9, 0.1]) if self.beginnings else None
         self.count += 1
         self.decoder.add(seq)
@@ -78,8 +69,8 @@ class World:
         done = [item for item in self.live if item[0].finish_reason is not None]
         self.live = [item for item in self.live if item[0].finish_reason is None]
         for seq, prompt, params, plan, reference in done:
-            alone = make_sequence(0, prompt, params, seed=seq.index, draft_plan=plan, reference=reference)
-            run(make_decoder(self.target_alone(), make_draft("good", 1), 4), [alone])
+            alone = loop.make_sequence(0, prompt, params, seed=seq.index, draft_plan=plan, reference=reference)
+            loop.run(loop.make_decoder(self.target_alone(), loop.make_draft("good", 1), 4), [alone])
             whole = alone.output
             assert seq.output == (whole if seq.finish_reason == "length" else whole[: seq.num_generated])
             self.ended.append(seq.finish_reason)
@@ -111,7 +102,7 @@ class World:
         assert self.ended.count("length") > self.count / 4
 
     def target_alone(self):
-        fresh = make_target(1, context=3)
+        fresh = loop.make_target(1, context=3)
         fresh._memo = self.target._memo  # the same model; only its cache is new
         return fresh
 

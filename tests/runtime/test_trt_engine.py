@@ -8,14 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from specexport_runtime import errors
 from specexport_runtime.bundle.entry import EngineFile
-from specexport_runtime.errors import (
-    BundleError,
-    IncompatibleError,
-    MissingDependencyError,
-    SpecexportError,
-    pip_install,
-)
 from specexport_runtime.executors.trt_engine import load_engine
 from tests.support.cases.present_gpu import has_gpu
 
@@ -47,7 +41,7 @@ def test_a_truncated_or_unreadable_file_is_refused(tiny_engine, tmp_path, part, 
     cut = {"nothing": 0, "the header": 64, "all but one byte": -1}
     path = tmp_path / "model.sm89.engine"
     path.write_bytes(b"nonsense" * 100 if part == "other bytes" else data[: cut[part]])
-    with pytest.raises(BundleError, match="cannot load this engine of") as caught:
+    with pytest.raises(errors.BundleError, match="cannot load this engine of") as caught:
         load_engine(path, file_for(version=version), "NVIDIA L4")
     assert str(path) in caught.value.message
     assert f"tensorrt-rtx {version}" in caught.value.message
@@ -102,7 +96,7 @@ def test_a_runtime_left_to_the_garbage_collector_does_not_block_the_next_load(ti
 
 def test_another_version_names_both_and_the_rebuild_command(tmp_path):
     trt = pytest.importorskip("tensorrt_rtx")
-    with pytest.raises(IncompatibleError) as caught:
+    with pytest.raises(errors.IncompatibleError) as caught:
         load_engine(tmp_path / "absent", file_for(version="1.0.0.1"), "NVIDIA L4")
     assert "built by tensorrt-rtx 1.0.0.1" in caught.value.message
     assert f"{trt.__version__} is installed" in caught.value.message
@@ -112,11 +106,11 @@ def test_another_version_names_both_and_the_rebuild_command(tmp_path):
 @pytest.mark.parametrize("builder", ["tensorrt", "tensorrt-rtx"])
 def test_a_package_that_is_not_installed_or_unknown_is_named(monkeypatch, tmp_path, builder):
     monkeypatch.setitem(sys.modules, builder.replace("-", "_"), None)
-    with pytest.raises(IncompatibleError, match="'abacus'"):
+    with pytest.raises(errors.IncompatibleError, match="'abacus'"):
         load_engine(tmp_path / "absent", file_for("abacus"), "NVIDIA L4")
-    with pytest.raises(MissingDependencyError, match=f"{builder} is not installed") as caught:
+    with pytest.raises(errors.MissingDependencyError, match=f"{builder} is not installed") as caught:
         load_engine(tmp_path / "absent", file_for(builder), "NVIDIA L4")
-    assert caught.value.hint == pip_install(builder)
+    assert caught.value.hint == errors.pip_install(builder)
 
 
 class StandIn:
@@ -215,10 +209,10 @@ def stand_in(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("complaint", "error", "fix"),
     [
-        ("Error Code 1: Cuda Runtime (out of memory)", IncompatibleError, "--max-num-seqs"),
-        ("Error Code 1: Cuda Runtime (cudaError 35)", IncompatibleError, "nvidia-smi"),
-        ("Error Code 1: Serialization (size)", BundleError, "build it again"),
-        ("what is this", BundleError, "build it again"),
+        ("Error Code 1: Cuda Runtime (out of memory)", errors.IncompatibleError, "--max-num-seqs"),
+        ("Error Code 1: Cuda Runtime (cudaError 35)", errors.IncompatibleError, "nvidia-smi"),
+        ("Error Code 1: Serialization (size)", errors.BundleError, "build it again"),
+        ("what is this", errors.BundleError, "build it again"),
     ],
 )
 def test_what_tensorrt_says_decides_whose_fault_it_is(stand_in, complaint, error, fix):
@@ -301,7 +295,7 @@ def test_a_gpu_that_is_full_names_what_to_lower(stand_in, monkeypatch, when):
 
     monkeypatch.setattr(package, "create_execution_context", fails)
     monkeypatch.setattr(package, "execute_async_v3", fails, raising=False)
-    with pytest.raises(IncompatibleError, match="out of memory") as caught:
+    with pytest.raises(errors.IncompatibleError, match="out of memory") as caught:
         engine.make_context(1, 4096, 77, is_fixed=True) if when == "a context" else context.enqueue(77)
     assert "--max-num-seqs" in caught.value.hint
 
@@ -316,7 +310,7 @@ def test_a_runtime_that_is_null_is_not_called(stand_in, monkeypatch):
 
     monkeypatch.setattr(package, "Runtime", complains)
     monkeypatch.setattr(package, "deserialize_cuda_engine", lambda _data: pytest.fail("it was called"))
-    with pytest.raises(IncompatibleError, match="CUDA initialization failure") as caught:
+    with pytest.raises(errors.IncompatibleError, match="CUDA initialization failure") as caught:
         load()
     assert "580 or newer" in caught.value.hint
 
@@ -358,5 +352,5 @@ def test_a_context_passes_everything_on_and_turns_false_into_an_error(stand_in):
         lambda: context.set_address("logits", 512),
         lambda: context.enqueue(77),
     ):
-        with pytest.raises(SpecexportError, match=r"TensorRT could not .*: the reason"):
+        with pytest.raises(errors.SpecexportError, match=r"TensorRT could not .*: the reason"):
             call()

@@ -7,20 +7,12 @@ from hypothesis import strategies as st
 
 from specexport_runtime.abi import STEP_INPUTS, StepShape, with_feature_size
 from specexport_runtime.bundle.profiles import Profile
+from specexport_runtime.executors import trt_pack
 from specexport_runtime.executors.base import StepBuffers
 from specexport_runtime.executors.trt_memory import lay_out_inputs
-from specexport_runtime.executors.trt_pack import (
-    SPECS,
-    Window,
-    fill_step,
-    index_inputs,
-    place_step,
-    plan_step,
-    start_plan,
-)
 from specexport_runtime.packing.batch import fill_index_inputs
 
-NAMES, FEATURE_SIZE = tuple(SPECS), 2
+NAMES, FEATURE_SIZE = tuple(trt_pack.SPECS), 2
 
 
 def make_step(first_row, tokens, kv_lens, logits):
@@ -38,8 +30,8 @@ def make_step(first_row, tokens, kv_lens, logits):
 
 
 def rubbish(shape, names):
-    sizes = {name: shape.shape_of(with_feature_size(SPECS[name], FEATURE_SIZE)) for name in names}
-    return {name: np.full(size, -9, SPECS[name].dtype) for name, size in sizes.items()}
+    sizes = {name: shape.shape_of(with_feature_size(trt_pack.SPECS[name], FEATURE_SIZE)) for name in names}
+    return {name: np.full(size, -9, trt_pack.SPECS[name].dtype) for name, size in sizes.items()}
 
 
 def pack(
@@ -47,19 +39,19 @@ def pack(
     ends=None,
 ):  # fmt: skip
     shape, buffers = make_step(first_row, tokens, kv_lens, logits)
-    window = place_step(shape, profile, num_rows, packed=packed)
-    plan = plan_step(window, [len(row) for row in tokens], buffers.logit_rows, names)
+    window = trt_pack.place_step(shape, profile, num_rows, packed=packed)
+    plan = trt_pack.plan_step(window, [len(row) for row in tokens], buffers.logit_rows, names)
     arrays = rubbish(window.shape, names)
-    start_plan(plan, arrays)
+    trt_pack.start_plan(plan, arrays)
     held = np.arange(40, 40 + window.shape.num_seqs, dtype=np.int32)[:, None] if ends is None else ends
-    fill_step(plan, buffers, arrays, held, last_position)
+    trt_pack.fill_step(plan, buffers, arrays, held, last_position)
     return window, arrays
 
 
 def test_a_dense_window_pads_every_row_and_writes_behind_those_that_are_not_in_the_step():
     profile = Profile("verify", 4, 3, 12, 12)
     window, got = pack(profile, 5, [[7, 8, 9], [4]], [20, 30], [3, 1], first_row=3)
-    assert window == Window("dense", StepShape(1, 4, 12, 3, 12), 2)
+    assert window == trt_pack.Window("dense", StepShape(1, 4, 12, 3, 12), 2)
     assert got["input_ids"].tolist() == [0] * 6 + [7, 8, 9, 4, 0, 0]
     assert got["positions"].tolist() == [40, 41, 42, 41, 42, 43, 20, 21, 22, 30, 31, 32]
     assert got["kv_lens"][:, 0].tolist() == [40, 41, 20, 30]
@@ -100,7 +92,7 @@ def test_dummies_stay_within_the_positions_the_model_knows():
 def test_a_packed_window_leaves_what_is_left_to_no_row():
     profile = Profile("verify", 4, 3, 12, 12)
     window, got = pack(profile, 5, [[7, 8, 9], [4]], [20, 30], [2, 1], first_row=3, packed=True)
-    assert window == Window("packed", StepShape(1, 4, 12, 3, 12), 2)
+    assert window == trt_pack.Window("packed", StepShape(1, 4, 12, 3, 12), 2)
     assert got["input_ids"].tolist() == [7, 8, 9, 4] + [0] * 8
     assert got["positions"].tolist() == [20, 21, 22, 30] + [0] * 8
     assert got["cu_new_tokens"].tolist() == [0, 0, 0, 3, 4]
@@ -112,7 +104,7 @@ def test_a_packed_window_leaves_what_is_left_to_no_row():
 def test_a_ranged_step_is_taken_as_it_is():
     profile = Profile("prefill", 4, 16, 16, 16)
     window, got = pack(profile, 4, [[7, 8, 9], [], [4]], [20, 25, 0], [1, 0, 1], first_row=1)
-    assert window == Window("ranged", StepShape(1, 3, 4, 3, 2), 0)
+    assert window == trt_pack.Window("ranged", StepShape(1, 3, 4, 3, 2), 0)
     assert got["input_ids"].tolist() == [7, 8, 9, 4]
     assert got["positions"].tolist() == [20, 21, 22, 0]
     assert got["cu_new_tokens"].tolist() == [0, 3, 3, 4]
@@ -132,7 +124,7 @@ def test_an_idle_row_that_is_empty_still_has_an_entry_to_attend_to():
 def test_index_inputs_agree_with_those_of_the_contract_and_tiles_are_each_others_inverse(counts):
     wanted = [min(count, 1) for count in counts]
     shape, buffers = make_step(0, [[1] * count for count in counts], [0] * len(counts), wanted)
-    got = index_inputs(np.array(counts), shape)
+    got = trt_pack.index_inputs(np.array(counts), shape)
     for name in ("cu_new_tokens", "row_starts", "row_ends", "pad_index", "unpad_index"):
         np.testing.assert_array_equal(got[name], getattr(buffers, name))
     tile = got["tile_index"]
@@ -144,7 +136,7 @@ def test_index_inputs_agree_with_those_of_the_contract_and_tiles_are_each_others
 
 def test_windows_move_down_at_the_end_of_the_arena_only():
     profile = Profile("decode", 4, 1, 4, 4)
-    starts = [place_step(StepShape(row, 1, 1, 1, 1), profile, 6, packed=False) for row in range(6)]
+    starts = [trt_pack.place_step(StepShape(row, 1, 1, 1, 1), profile, 6, packed=False) for row in range(6)]
     assert [(window.shape.first_row, window.offset) for window in starts] == [
         (0, 0), (1, 0), (2, 0), (2, 1), (2, 2), (2, 3),
     ]  # fmt: skip
@@ -168,13 +160,13 @@ def test_what_an_earlier_plan_left_is_gone(packed):
     """A longer step came first: none of its tokens may be seen as a shorter one's dummies."""
     profile = Profile("verify", 2, 3, 6, 6)
     shape, buffers = make_step(0, [[7, 8, 9], [4, 5, 6]], [1, 2], [3, 3])
-    window = place_step(shape, profile, 2, packed=packed)
+    window = trt_pack.place_step(shape, profile, 2, packed=packed)
     arrays = rubbish(window.shape, NAMES)
     for tokens in ([[7, 8, 9], [4, 5, 6]], [[3]]):
         shape, buffers = make_step(0, tokens, [1] * len(tokens), [1] * len(tokens))
-        window = place_step(shape, profile, 2, packed=packed)
-        plan = plan_step(window, [len(row) for row in tokens], buffers.logit_rows, NAMES)
-        start_plan(plan, arrays)
-        fill_step(plan, buffers, arrays, np.zeros((2, 1), np.int32), 10**6)
+        window = trt_pack.place_step(shape, profile, 2, packed=packed)
+        plan = trt_pack.plan_step(window, [len(row) for row in tokens], buffers.logit_rows, NAMES)
+        trt_pack.start_plan(plan, arrays)
+        trt_pack.fill_step(plan, buffers, arrays, np.zeros((2, 1), np.int32), 10**6)
     assert arrays["input_ids"].tolist() == [3, 0, 0, 0, 0, 0]
     assert arrays["token_features"].tolist() == [[1, 2]] + [[0, 0]] * 5

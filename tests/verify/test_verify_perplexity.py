@@ -7,16 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, processors
 
-from specexport.verify.perplexity import (
-    TextScore,
-    TextScorer,
-    compare_perplexity,
-    count_predicted,
-    make_windows,
-    read_text,
-    score_engine,
-    score_logits,
-)
+from specexport.verify import perplexity
 from specexport.verify.tolerance import text_limits
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
 from tests.support.fakes.verify_fakes import VOCAB, make_executor, word_tokenizer
@@ -44,30 +35,30 @@ def exact_loss(windows):
 def test_the_loss_is_that_of_the_formula_however_it_is_cut(most):
     executor = make_executor()
     executor.max_num_tokens = most  # an engine with profiles takes K+1 tokens a step
-    found = score_engine(executor, WINDOWS, lookahead=3)
+    found = perplexity.score_engine(executor, WINDOWS, lookahead=3)
     assert found.loss == pytest.approx(exact_loss(WINDOWS), rel=1e-6)
     assert max(shape.num_tokens for shape in executor.calls) == (10 if most is None else 4)
-    assert count_predicted(WINDOWS) == 13
-    beside = score_engine(executor, WINDOWS, lookahead=3, reference=found.likeliest)
-    assert beside == TextScore(found.loss, None, pytest.approx(0, abs=1e-6), 1.0)
+    assert perplexity.count_predicted(WINDOWS) == 13
+    beside = perplexity.score_engine(executor, WINDOWS, lookahead=3, reference=found.likeliest)
+    assert beside == perplexity.TextScore(found.loss, None, pytest.approx(0, abs=1e-6), 1.0)
     logits = (np.stack([executor.logits_after(w[: i + 1]) for i in range(len(w))]) for w in WINDOWS)
-    assert score_logits(logits, WINDOWS).loss == pytest.approx(found.loss, rel=1e-6)
+    assert perplexity.score_logits(logits, WINDOWS).loss == pytest.approx(found.loss, rel=1e-6)
 
 
 def test_windows_are_led_by_bos_and_end_with_the_text():
     text = " ".join(f"w{i % 20}" for i in range(50))
-    plain = make_windows([text], make_tokenizer(), vocab_size=VOCAB, max_model_len=20)
+    plain = perplexity.make_windows([text], make_tokenizer(), vocab_size=VOCAB, max_model_len=20)
     assert [len(window) for window in plain] == [20, 20, 10]
     assert list(chain.from_iterable(plain)) == [i % 20 for i in range(50)]
-    led = make_windows([text, "w3"], make_tokenizer(bos=True), vocab_size=VOCAB, max_model_len=20)
+    led = perplexity.make_windows([text, "w3"], make_tokenizer(bos=True), vocab_size=VOCAB, max_model_len=20)
     assert [window[0] for window in led] == [22] * 4
     assert [len(window) for window in led] == [20, 20, 13, 2]
     assert led[-1] == [22, 3]
-    short = make_windows([text, text], make_tokenizer(), vocab_size=VOCAB, max_model_len=256, max_tokens=60)
+    short = perplexity.make_windows([text, text], make_tokenizer(), vocab_size=VOCAB, max_model_len=256, max_tokens=60)
     assert [len(window) for window in short] == [50, 10]
     for text, vocab_size in (("w3", VOCAB), ("", VOCAB), ("w1 w9 w2", 9)):
         with pytest.raises(InvalidRequestError):
-            make_windows([text], make_tokenizer(), vocab_size=vocab_size, max_model_len=20)
+            perplexity.make_windows([text], make_tokenizer(), vocab_size=vocab_size, max_model_len=20)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +69,14 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(InvalidRequestError, match=message):
-        read_text(path)
+        perplexity.read_text(path)
 
 
 def judge(loss, kind="int8", divergence=0.0):
-    limits, score = text_limits(kind, "float32", 2), TextScore(loss, None, divergence, 1.0)
-    return compare_perplexity("target", score, 2.0, 100, approximation=kind, limits=limits, reference="eager")
+    limits, score = text_limits(kind, "float32", 2), perplexity.TextScore(loss, None, divergence, 1.0)
+    return perplexity.compare_perplexity(
+        "target", score, 2.0, 100, approximation=kind, limits=limits, reference="eager"
+    )
 
 
 def random_places(scale, vocab_size=200):
@@ -95,10 +88,10 @@ def random_places(scale, vocab_size=200):
 def test_the_divergence_is_that_of_the_whole_distributions():
     for scale, vocab_size in ((0.05, 200), (0.5, 200), (0.5, 40)):
         theirs, ours, tokens = random_places(scale, vocab_size)
-        first = TextScorer()
+        first = perplexity.TextScorer()
         first.add(theirs, tokens)
         likeliest = first.result().likeliest
-        second = TextScorer(reference=likeliest)
+        second = perplexity.TextScorer(reference=likeliest)
         second.add(ours[:10], tokens[:10])  # in any pieces
         second.add(ours[10:], tokens[10:])
         found = second.result()
