@@ -15,17 +15,10 @@ from specexport_runtime.errors import EngineClosedError, EngineDeadError, Reques
 from specexport_runtime.intake.drafting import RequestSpec
 from tests.support.cases.patience import HANG_S, wait_until
 from tests.support.fakes.engine import make_engine
-from tests.support.fakes.submitted import LONG, expected, slow_down
+from tests.support.fakes.submitted import LONG, expected, raising, slow_down
 from tests.support.fakes.watcher import Watcher, wait_for_rest
 
 WAIT_S = 30
-
-
-def raising(error):
-    def raise_it(*_, **__):
-        raise error
-
-    return raise_it
 
 
 def once(function, error):
@@ -44,6 +37,11 @@ def check_goes_on(engine):
     wait_for_rest(engine)
     engine.check()
     assert engine.trouble is None
+
+
+def check_and_close(engine):
+    check_goes_on(engine)
+    engine.close()
 
 
 def test_lonely_requests_of_many_threads_share_one_decoding_thread():
@@ -82,8 +80,7 @@ def test_an_engine_that_nobody_has_any_more_is_freed_and_its_thread_ends():
 def test_a_stream_that_a_garbage_collection_ends_takes_no_lock():
     """Where a collection runs is chance: also under the loop's lock."""
     engine, collected = make_engine(), threading.Event()
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
+    _, go = slow_down(engine)
     watcher = Watcher()
     engine.add_observer(watcher)
     stream = iter(engine.submit([1], LONG))
@@ -107,8 +104,7 @@ def test_a_stream_that_a_garbage_collection_ends_takes_no_lock():
     go.set()
     wait_until(lambda: watcher.ended)
     assert watcher.reasons() == {"cancelled": 1}
-    check_goes_on(engine)
-    engine.close()
+    check_and_close(engine)
 
 
 def test_an_engine_that_is_closed_as_its_last_request_ends_closes():
@@ -162,8 +158,7 @@ def test_a_step_that_fails_is_logged_once_and_one_after_the_other_is_trouble(cap
         engine.submit([1]).result(WAIT_S)
     assert len(caplog.records) == 2
     engine.target.execute = execute
-    check_goes_on(engine)
-    engine.close()
+    check_and_close(engine)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no plan"), MemoryError()])
@@ -175,15 +170,13 @@ def test_steps_that_fail_before_they_begin_end_the_requests_that_wait_one_by_one
         with pytest.raises(RequestFailedError, match=type(error).__name__):
             handle.result(WAIT_S)
     engine._loop.decoder.scheduler.plan = plan
-    check_goes_on(engine)
-    engine.close()
+    check_and_close(engine)
 
 
 @pytest.mark.parametrize("name", ["fits", "is_early"])
 def test_a_plan_that_fails_for_one_request_ends_that_one_alone(name):
     engine = make_engine()
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
+    started, go = slow_down(engine)
     running = engine.submit([1], LONG)
     assert started.wait(WAIT_S)
     rows = engine._loop.decoder.rows
@@ -194,14 +187,12 @@ def test_a_plan_that_fails_for_one_request_ends_that_one_alone(name):
     with pytest.raises(RequestFailedError, match="MemoryError"):
         bad.result(WAIT_S)
     assert [handle.result(WAIT_S).token_ids for handle in (running, good)] == [expected([i], 40) for i in (1, 3)]
-    check_goes_on(engine)
-    engine.close()
+    check_and_close(engine)
 
 
 def test_a_request_whose_drafter_cannot_begin_it_again_is_not_lost():
     engine = make_engine(max_num_seqs=1)
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
+    started, go = slow_down(engine)
     paused = engine.submit([1], SamplingParams(max_tokens=60))
     assert started.wait(WAIT_S)
     drafter = engine._loop.decoder.drafter
@@ -212,14 +203,12 @@ def test_a_request_whose_drafter_cannot_begin_it_again_is_not_lost():
         paused.result(WAIT_S)
     assert urgent.result(WAIT_S).token_ids == expected([2], 40)
     drafter.restart = restart
-    check_goes_on(engine)
-    engine.close()
+    check_and_close(engine)
 
 
 def test_a_row_that_cannot_be_given_back_ends_what_ran_and_a_cancelled_request_stays_cancelled():
     engine = make_engine()
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
+    started, go = slow_down(engine)
     cancelled, other = engine.submit_all([RequestSpec([1], LONG), RequestSpec([2], LONG)])
     assert started.wait(WAIT_S)
     target = engine._loop.decoder.target
@@ -229,8 +218,7 @@ def test_a_row_that_cannot_be_given_back_ends_what_ran_and_a_cancelled_request_s
     assert cancelled.result(WAIT_S).finish_reason == "cancelled"
     with pytest.raises(RequestFailedError, match="lost"):
         other.result(WAIT_S)
-    check_goes_on(engine)
-    engine.close()
+    check_and_close(engine)
 
 
 @pytest.mark.parametrize("error", [SystemExit(), GeneratorExit()])
@@ -243,8 +231,7 @@ def test_what_is_no_exception_of_a_program_ends_no_engine_either(error):
     engine.target.execute = once(engine.target.execute, error)
     with pytest.raises(RequestFailedError, match=type(error).__name__):
         engine.submit([1], LONG).result(WAIT_S)
-    check_goes_on(engine)
-    engine.close()
+    check_and_close(engine)
 
 
 def test_a_device_that_is_lost_ends_the_engine_and_all_hear_of_it_once(caplog, monkeypatch):
@@ -253,8 +240,7 @@ def test_a_device_that_is_lost_ends_the_engine_and_all_hear_of_it_once(caplog, m
     monkeypatch.setattr(threading, "excepthook", printed.append)
     engine, watcher = make_engine(max_num_seqs=1), Watcher()
     engine.add_observer(watcher)
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
+    started, go = slow_down(engine)
     ran, *waited = engine.submit_all([RequestSpec([i], LONG) for i in range(3)])
     assert started.wait(WAIT_S)
     engine.target.execute = engine.target.clear_row = raising(RuntimeError("cudaErrorIllegalAddress"))
@@ -277,8 +263,7 @@ def test_an_engine_is_stuck_only_while_requests_are_active_and_no_round_ends(mon
     now = [0.0]
     monkeypatch.setattr(loop_module, "monotonic", lambda: now[0])
     engine = make_engine()
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
+    started, go = slow_down(engine)
     now[0] = 1e6
     assert engine.trouble is None
     handle = engine.submit([1], LONG)

@@ -46,8 +46,7 @@ def test_a_child_forked_while_a_request_runs_raises_and_can_leave():
     lines = run("""
 finished = engine.submit([2], params)
 finished.result()
-started, go = threading.Event(), threading.Event()
-slow_down(engine, started, go)
+started, go = slow_down(engine)
 handle = engine.submit([1], params)
 stream = iter(handle)
 first = next(stream)
@@ -88,8 +87,7 @@ print("child", wait(child))
 
 def test_a_child_that_only_leaves_is_not_held_up_by_the_lock():
     lines = run("""
-started, go = threading.Event(), threading.Event()
-slow_down(engine, started, go)
+started, go = slow_down(engine)
 handle = engine.submit([1], params)
 stream = iter(handle)
 next(stream)

@@ -7,14 +7,7 @@ import time
 
 import pytest
 
-from specexport_runtime import SamplingParams
-from specexport_runtime.errors import (
-    EngineClosedError,
-    EngineDeadError,
-    InvalidRequestError,
-    RequestFailedError,
-    SpecexportError,
-)
+from specexport_runtime import SamplingParams, errors
 from specexport_runtime.intake.drafting import RequestSpec
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.rounds import check_every_round
@@ -47,7 +40,7 @@ def test_each_listener_hears_of_its_own_request_and_of_its_end_once(engine):
         assert listener.chunks[-1].finish_reason == "length"
         assert "".join(chunk.text for chunk in listener.chunks) == handle.result(0).text
         assert listener.threads == {"specexport-decode"}
-        with pytest.raises(SpecexportError, match="does not stream"):
+        with pytest.raises(errors.SpecexportError, match="does not stream"):
             next(iter(handle))
 
 
@@ -74,9 +67,9 @@ def test_one_that_can_never_be_served_keeps_all_of_them_out(engine, bad, at):
     specs = [RequestSpec([1], LONG), RequestSpec([2], LONG)]
     specs.insert(at, bad)
     listeners = [Listener() for _ in specs]
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(errors.InvalidRequestError):
         engine.submit_all(specs, listeners)
-    with pytest.raises(InvalidRequestError, match="2 listeners"):
+    with pytest.raises(errors.InvalidRequestError, match="2 listeners"):
         engine.submit_all(specs, listeners[:2])
     assert engine.current_load()[:2] == (0, 0)
     assert engine._loop._thread is None
@@ -88,7 +81,7 @@ def test_none_at_all_is_fine_until_the_engine_is_closed(engine):
     assert engine.submit_all([]) == []
     engine.close()
     for specs in ([], [RequestSpec([1])]):
-        with pytest.raises(EngineClosedError):
+        with pytest.raises(errors.EngineClosedError):
             engine.submit_all(specs)
 
 
@@ -102,8 +95,7 @@ def test_listeners_and_observers_hear_of_every_kind_of_end_once(engine):
             super().on_chunk(chunk)
             raise KeyError("boom")
 
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
+    started, go = slow_down(engine)
     specs = [RequestSpec([i], LONG) for i in range(5)] + [RequestSpec([1, 2], LONG)]
     listeners = [Broken(), *(Listener() for _ in specs[1:])]
     handles = engine.submit_all(specs, listeners)
@@ -115,11 +107,11 @@ def test_listeners_and_observers_hear_of_every_kind_of_end_once(engine):
         assert listener.ended.wait(30)
     engine.generate([7], LONG)
     assert all(len(listener.done) == 1 for listener in listeners)
-    with pytest.raises(RequestFailedError, match="boom"):
+    with pytest.raises(errors.RequestFailedError, match="boom"):
         handles[0].result(0)
     assert handles[0].request.finish_reason == "error"
     assert [handles[i].result(0).finish_reason for i in (1, 2, 3, 4)] == ["cancelled", "length", "length", "cancelled"]
-    with pytest.raises(SpecexportError, match="NaN"):
+    with pytest.raises(errors.SpecexportError, match="NaN"):
         handles[5].result(0)
     assert len(listeners[0].chunks) == 1
     wait_for_rest(engine)
@@ -153,7 +145,7 @@ def test_an_engine_failure_and_a_defect_tell_every_listener_once(engine):
     handles, listeners = submit(engine, [RequestSpec([i], LONG) for i in range(6)])
     for handle, listener in zip(handles, listeners, strict=True):
         assert listener.ended.wait(30)
-        with pytest.raises(RequestFailedError, match="gone"):
+        with pytest.raises(errors.RequestFailedError, match="gone"):
             handle.result(0)
     engine.target.execute = execute
     engine._loop.decoder.step = broken
@@ -161,9 +153,9 @@ def test_an_engine_failure_and_a_defect_tell_every_listener_once(engine):
     defective, others = submit(engine, [RequestSpec([i], LONG) for i in range(6)])
     for handle, listener in zip(defective, others, strict=True):
         assert listener.ended.wait(30)
-        with pytest.raises(EngineDeadError, match="ended by a defect"):
+        with pytest.raises(errors.EngineDeadError, match="ended by a defect"):
             handle.result(0)
-    with pytest.raises(EngineDeadError, match="ended by a defect"):
+    with pytest.raises(errors.EngineDeadError, match="ended by a defect"):
         engine.submit([2], LONG)
     assert {len(listener.done) for listener in [*listeners, *others]} == {1}
 
@@ -208,7 +200,7 @@ def test_a_listener_may_submit_cancel_ask_and_close_from_within(engine):
     assert listeners[0].ended.wait(30)
     assert handles[1].result(30).finish_reason == "cancelled"
     assert later[0].result(30).finish_reason == "cancelled"  # the engine was closed before it could end
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(errors.EngineClosedError):
         engine.submit([1])
     engine.close()
     assert not engine._loop._thread.is_alive()

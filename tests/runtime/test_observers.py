@@ -54,8 +54,7 @@ def test_they_have_heard_of_it_before_the_caller_has_the_result(watched):
             done_before.append(handle.done)
 
     engine.add_observer(Late())
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
+    _, go = slow_down(engine)
     handles += [engine.submit([i], SamplingParams(max_tokens=9)) for i in range(5)]
     go.set()
     for handle in handles:
@@ -208,8 +207,7 @@ def test_the_load_is_told_to_any_thread_at_any_time(watched):
 def test_check_refuses_while_busy_and_finds_what_was_left_behind(watched):
     engine, _ = watched
     engine.check()
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
+    _, go = slow_down(engine)
     handle = engine.submit([1], LONG)
     with pytest.raises(SpecexportError, match="1 requests have not ended"):
         engine.check()

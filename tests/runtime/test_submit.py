@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -54,8 +53,7 @@ def test_more_requests_than_rows_run_in_order_of_arrival(engine):
 
 
 def test_cancel_before_during_and_after(engine, watcher):
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
+    started, go = slow_down(engine)
     running = [engine.submit([i], LONG) for i in range(4)]  # all rows
     waiting = engine.submit([9], LONG)
     assert started.wait(60)
@@ -104,8 +102,7 @@ def test_counters_start_anew_when_the_engine_was_idle(engine):
 
 
 def test_result_waits_no_longer_than_asked(engine):
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
+    _, go = slow_down(engine)
     handle = engine.submit([1], LONG)
     with pytest.raises(TimeoutError, match=r"0\.01 s"):
         handle.result(0.01)

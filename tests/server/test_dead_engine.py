@@ -16,16 +16,10 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
 from tests.support.cases.patience import HANG_S
+from tests.support.fakes.submitted import raising
 from tests.support.servers.serving import fake_engine
 
 ASK = {"prompt": "w1 w2", "max_tokens": 30, "ignore_eos": True}
-
-
-def raising(error):
-    def raise_it(*_, **__):
-        raise error
-
-    return raise_it
 
 
 def lost_gpu(engine, monkeypatch):

@@ -20,6 +20,7 @@ from specexport.verify.tensors import TensorCase, TensorResult
 from specexport_runtime.bundle.files import check_files, hash_files
 from specexport_runtime.bundle.manifest import Manifest, VocabularyInfo, load_manifest
 from specexport_runtime.errors import BundleError, UserInputError
+from tests.support.fakes.submitted import raising
 from tests.support.fakes.verify_fakes import PROMPTS, WidthDependent, make_engine, make_executor
 
 GOOD = TensorResult("target", True, (TensorCase("prefill", 9, 1e-6, 1e-7, 1e-8, 1.0, True),), 1e-4, 1e-4, "all of it")
@@ -96,13 +97,6 @@ def test_the_bundle_keeps_the_report_and_stays_up_to_date(bundle):
         assert find_up_to_date(bundle, "k" * 64) == manifest
         assert f"date={report.date}" in "\n".join(inspect_lines(manifest))
     assert sorted(path.name for path in bundle.iterdir()) == ["manifest.json", REPORT_NAME, "weights"]
-
-
-def raising(error):
-    def fail(*_args):
-        raise error
-
-    return fail
 
 
 @pytest.mark.parametrize("after", ["hash_files", "write_json"])

@@ -8,12 +8,20 @@ from tests.support.fakes.loop import greedy_reference, make_target
 LONG = SamplingParams(max_tokens=40)
 
 
+def raising(error):
+    def raise_it(*_, **__):
+        raise error
+
+    return raise_it
+
+
 def expected(prompt, count):
     return greedy_reference(make_target(), prompt, count)
 
 
-def slow_down(engine, started: threading.Event, go: threading.Event):
-    execute = engine.target.execute
+def slow_down(engine):
+    """Events: a first step was made, which tells a test; and what all others wait for."""
+    execute, started, go = engine.target.execute, threading.Event(), threading.Event()
 
     def held(*args):
         if started.is_set():
@@ -22,3 +30,4 @@ def slow_down(engine, started: threading.Event, go: threading.Event):
         return execute(*args)
 
     engine.target.execute = held
+    return started, go
