@@ -18,27 +18,18 @@ from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import Draws
 from tests.support.fakes.loop import finish, make_decoder, make_sequence
-from tests.support.references.drawn import (
-    NO_LAW,
-    Models,
-    NoLawError,
-    Uniform,
-    draw,
-    error,
-    integrate,
-    law,
-    with_dead_ends,
-)
+from tests.support.references import drawn
+from tests.support.references.drawn import error, law
 
-VOCAB, LONGEST = Models.VOCAB, 3
+VOCAB, LONGEST = drawn.Models.VOCAB, 3
 
 
 @pytest.fixture(autouse=True)
 def whole_law(monkeypatch):
-    integrate(monkeypatch, accept, block)
+    drawn.integrate(monkeypatch, accept, block)
 
 
-class Rounds(Models):
+class Rounds(drawn.Models):
     """Rounds of drafts.
 
     Args:
@@ -58,7 +49,7 @@ class Rounds(Models):
                 text += (sum(text) % VOCAB,)
                 laws.append(None)
                 continue
-            text += (draw(drawn_from, Uniform(way)),)
+            text += (drawn.draw(drawn_from, drawn.Uniform(way)),)
             laws.append(drawn_from)
             if drawn_from.probs.max() < self.leaves:
                 break
@@ -67,7 +58,7 @@ class Rounds(Models):
     def round(self, rule, lookahead):
         def run(way):
             drafted, laws = self.propose(way, lookahead)
-            uniforms = [Draws(None, Uniform(way), Uniform(way)) for _ in range(lookahead + 1)]
+            uniforms = [Draws(None, drawn.Uniform(way), drawn.Uniform(way)) for _ in range(lookahead + 1)]
             verdict = rule(drafted, laws, lambda j: self.target(drafted[:j]), uniforms.__getitem__)
             return drafted, verdict.accepted, (*drafted[: verdict.accepted], verdict.next_token)
 
@@ -152,10 +143,10 @@ def by_the_paper(drafted, laws, target, draws, *, end=0, forwards=False, weighed
     passed = [i for i in range(1, last + 1) if (all(tests[:i]) if forwards else tests[i - 1])]
     kept = max(passed, default=0)
     if kept == last:
-        return Verdict(last, draw(target(last), draws(last).resample), True)
+        return Verdict(last, drawn.draw(target(last), draws(last).resample), True)
     masses = rest[kept] if weighed else np.maximum(probs(target(kept)) - probs(laws[kept], drafted[kept]), 0)
     masses = masses if masses.any() else probs(target(kept))
-    return Verdict(kept, draw(Distribution(None, masses), draws(kept).resample), False)
+    return Verdict(kept, drawn.draw(Distribution(None, masses), draws(kept).resample), False)
 
 
 def test_the_rule_is_the_papers():
@@ -193,15 +184,15 @@ def test_a_wrong_rule_has_another_law(wrong):
 def test_where_there_is_no_law_the_draft_ends_and_it_is_an_error_if_the_text_comes_there(models, rule):
     for seed in range(4):
         made = Rounds(seed, **models)
-        right, expected = with_dead_ends(made.target)
+        right, expected = drawn.with_dead_ends(made.target)
 
         def run(way, made=made, right=right):
             drafted, laws = made.propose(way, LONGEST)
-            uniforms = [Draws(None, Uniform(way), Uniform(way)) for _ in range(LONGEST + 1)]
+            uniforms = [Draws(None, drawn.Uniform(way), drawn.Uniform(way)) for _ in range(LONGEST + 1)]
             try:
                 verdict = rule(drafted, laws, lambda j: right(drafted[:j]), uniforms.__getitem__)
-            except NoLawError as error:
-                return (*error.text, NO_LAW)
+            except drawn.NoLawError as error:
+                return (*error.text, drawn.NO_LAW)
             return (*drafted[: verdict.accepted], verdict.next_token)
 
         assert error(law(run), expected, LONGEST + 1, VOCAB + 1) < 1e-12

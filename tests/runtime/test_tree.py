@@ -16,27 +16,15 @@ from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.tree import TREE_RULES, accept_tree, accept_tree_block, accept_tree_greedy, without
-from tests.support.references.drawn import (
-    NO_LAW,
-    Models,
-    NoLawError,
-    Uniform,
-    WholeDraws,
-    draw,
-    error,
-    integrate,
-    law,
-    laws_of,
-    path_of,
-    with_dead_ends,
-)
+from tests.support.references import drawn
+from tests.support.references.drawn import error, law
 
-VOCAB, LENGTH = Models.VOCAB, 4
+VOCAB, LENGTH = drawn.Models.VOCAB, 4
 
 
 @pytest.fixture(autouse=True)
 def whole_law(monkeypatch):
-    integrate(monkeypatch, accept, block, tree)
+    drawn.integrate(monkeypatch, accept, block, tree)
 
 
 # A shape says what the children of each node are: "d" one that is drawn, "t" the likeliest token of the draft that is
@@ -74,7 +62,7 @@ def grow(models, way, shape):
                 break  # no token is left
             if how == "d":
                 rest = without(drawn_from, elder)
-                token = draw(rest, Uniform(way))
+                token = drawn.draw(rest, drawn.Uniform(way))
             elif how == "t":
                 token = max((x for x in range(VOCAB) if x not in elder), key=drawn_from.probability)
             else:
@@ -109,9 +97,9 @@ def run_round(models, rule, shape, way):
         asked.append(place)
         return models.target(tuple(nodes[i] for i in proposal.path_to(place)))
 
-    verdict = rule(nodes, parents, laws_of(proposal), target, WholeDraws(way))
+    verdict = rule(nodes, parents, drawn.laws_of(proposal), target, drawn.WholeDraws(way))
     assert len(set(asked)) == len(asked)
-    path = path_of(verdict)
+    path = drawn.path_of(verdict)
     assert len(path) == verdict.accepted
     assert list(path) == (proposal.path_to(path[-1]) if path else [])
     assert verdict.is_bonus == ((path[-1] if path else -1) not in parents)
@@ -146,7 +134,7 @@ def test_a_round_leaves_the_law_of_the_text_as_it_is_and_a_whole_tree_keeps_no_f
     for seed in range(1 if shape in ("full", "wide and deep") else 2):
         means = []
         for rule in (accept_tree_block, accept_tree):
-            wrong, accepted = judged(Models(seed, **models), rule, SHAPES[shape])
+            wrong, accepted = judged(drawn.Models(seed, **models), rule, SHAPES[shape])
             assert wrong < 1e-12
             means.append(accepted)
         assert means[0] >= means[1] - 1e-12
@@ -156,21 +144,21 @@ def test_a_round_leaves_the_law_of_the_text_as_it_is_and_a_whole_tree_keeps_no_f
 @pytest.mark.parametrize("shape", ["siblings", "wide and deep", "mixed below", "certain, then drawn", "certain above"])
 def test_where_there_is_no_law_the_draft_ends_and_it_is_an_error_if_the_text_comes_there(shape, rule):
     for seed in range(2):
-        made = Models(seed)
-        made.target, expected = with_dead_ends(made.target)
+        made = drawn.Models(seed)
+        made.target, expected = drawn.with_dead_ends(made.target)
 
         def run(way, made=made):
             try:
                 return run_round(made, rule, SHAPES[shape], way)[2]
-            except NoLawError as error:
-                return (*error.text, NO_LAW)
+            except drawn.NoLawError as error:
+                return (*error.text, drawn.NO_LAW)
 
         assert error(law(run), expected, LENGTH, VOCAB + 1) < 1e-12
 
 
 def test_a_tree_keeps_more_than_its_chain_and_the_whole_more_than_one_by_one():
     for seed in range(3):
-        made, shape = Models(seed), SHAPES["wide and deep"]
+        made, shape = drawn.Models(seed), SHAPES["wide and deep"]
         chain, small, whole = (
             judged(made, rule, each)[1]
             for rule, each in ((accept_tree, [("d", [("d", [])])]), (accept_tree, shape), (accept_tree_block, shape))
@@ -186,16 +174,16 @@ def test_drawn_branches_that_are_dropped_or_not_drawn_apart_are_noticed(rule, mo
         kept = [i for i, p in enumerate(parents) if not (i and p < 0 and laws[i].probability(nodes[i]) < 0.3)]
         return rule([nodes[i] for i in kept], [parents[i] for i in kept], [laws[i] for i in kept], target, draws)
 
-    assert max(judged(Models(seed), dropping, SHAPES["siblings"])[0] for seed in range(3)) > 1e-3
+    assert max(judged(drawn.Models(seed), dropping, SHAPES["siblings"])[0] for seed in range(3)) > 1e-3
     monkeypatch.setattr(tree, "without", lambda law, elder: law)
-    assert judged(Models(0), rule, SHAPES["siblings"])[0] > 1e-3
+    assert judged(drawn.Models(0), rule, SHAPES["siblings"])[0] > 1e-3
 
 
 @pytest.mark.parametrize("name", TREE_RULES)
 @pytest.mark.parametrize("kind", ["other", "same", "disjoint"])
 def test_a_drawn_chain_is_accepted_by_the_same_numbers_as_a_chain(name, kind):
     for seed in range(100):
-        made, rng = Models(seed % 7, kind), np.random.default_rng(seed)
+        made, rng = drawn.Models(seed % 7, kind), np.random.default_rng(seed)
         tokens, laws = [], []
         for _ in range(seed % 5):
             laws.append(made.draft(tuple(tokens)))
@@ -220,7 +208,7 @@ def test_a_drawn_chain_is_accepted_by_the_same_numbers_as_a_chain(name, kind):
 def test_a_tree_without_draws_gives_the_tokens_of_plain_decoding(name):
     """The same numbers give the same text, whatever was copied."""
     for seed in range(20):
-        made, rng = Models(seed % 5), np.random.default_rng(seed)
+        made, rng = drawn.Models(seed % 5), np.random.default_rng(seed)
         plain, stream, copied = [], RandomStream(seed), RoundDraws(RandomStream(seed))
         for position in range(12):
             plain.append(made.target(tuple(plain)).draw(stream.draws(position).resample))
@@ -233,7 +221,7 @@ def test_a_tree_without_draws_gives_the_tokens_of_plain_decoding(name):
                 return made.target((*text, *[proposal.nodes[i] for i in proposal.path_to(place)]))
 
             verdict = TREE_RULES[name](proposal.nodes, proposal.parents, None, target, copied)
-            text += [proposal.nodes[i] for i in path_of(verdict)] + [verdict.next_token]
+            text += [proposal.nodes[i] for i in drawn.path_of(verdict)] + [verdict.next_token]
             copied.end_round()
         assert text[:12] == plain
 
@@ -261,7 +249,7 @@ def test_greedy_tokens_are_followed_through_the_tree():
             return text[len(proposal.path_to(place))]
 
         verdict = accept_tree_greedy(proposal.nodes, proposal.parents, greedy)
-        path = path_of(verdict)
+        path = drawn.path_of(verdict)
         assert [proposal.nodes[i] for i in path] + [verdict.next_token] == text[: len(path) + 1]
         assert asked == [-1, *path]
         assert verdict.is_bonus == (asked[-1] not in proposal.parents)

@@ -4,75 +4,56 @@ import json
 from dataclasses import replace
 
 from specexport_runtime.abi import LayerGeometry, StateGeometry
+from specexport_runtime.bundle import entry
 from specexport_runtime.bundle import manifest as module
-from specexport_runtime.bundle.entry import (
-    AttentionEntry,
-    CutLmHead,
-    DraftHeadEntry,
-    DroppedLayer,
-    EngineEntry,
-    EngineFile,
-    EngineLimits,
-    EngineReport,
-    ExpertSizes,
-    FormTrial,
-    Gates,
-    ModelEntry,
-    PaddedGraph,
-    Parameters,
-    ProfileReport,
-    Rope,
-    SourceEntry,
-    TriedForm,
-    WeightFormat,
-)
 from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.manifest import Manifest, VocabularyInfo
 from specexport_runtime.bundle.profiles import Profile
 
-REPORT = EngineReport(
-    (("a", "b"),), 2, (ProfileReport("decode 1x1", 40, 1, ("x",), 0, 1, 1),), "builder", 5, 9, 0.5, 7,
+REPORT = entry.EngineReport(
+    (("a", "b"),), 2, (entry.ProfileReport("decode 1x1", 40, 1, ("x",), 0, 1, 1),), "builder", 5, 9, 0.5, 7,
     {"engine": {"own": 3, "mapped": 4}},
 )  # fmt: skip
-ENTRY = ModelEntry(
+ENTRY = entry.ModelEntry(
     backend="ort-cpu",
     dtype="float32",
     vocab_size=300,
     max_positions=512,
-    source=SourceEntry("tiny", "ab", "Tiny"),
-    parameters=Parameters(10**6, 900),
-    attention=AttentionEntry((LayerGeometry(1, 8, 8),), "float32", 4, (-1,)),
-    engine=EngineEntry(
+    source=entry.SourceEntry("tiny", "ab", "Tiny"),
+    parameters=entry.Parameters(10**6, 900),
+    attention=entry.AttentionEntry((LayerGeometry(1, 8, 8),), "float32", 4, (-1,)),
+    engine=entry.EngineEntry(
         path="target/model.onnx",
         inputs=("input_ids", "logit_rows"),
-        padded=PaddedGraph("target/model.padded.onnx", ("input_ids", "kv_positions")),
+        padded=entry.PaddedGraph("target/model.padded.onnx", ("input_ids", "kv_positions")),
         files=(
-            EngineFile("target/sm89.engine", "sm89", "tensorrt", "10.0", 1000, REPORT),
-            EngineFile("target/sm120.engine", "sm120", "tensorrt", "10.0"),
+            entry.EngineFile("target/sm89.engine", "sm89", "tensorrt", "10.0", 1000, REPORT),
+            entry.EngineFile("target/sm120.engine", "sm120", "tensorrt", "10.0"),
         ),
-        limits=EngineLimits((Profile("decode", 1, 1, 1, 1),), 300, 4),
-        gates=Gates(obstacle="tied"),
+        limits=entry.EngineLimits((Profile("decode", 1, 1, 1, 1),), 300, 4),
+        gates=entry.Gates(obstacle="tied"),
         fused=(("norm-fuse", 1),),
-        weight_formats=(WeightFormat("int8", 40, 42),),
+        weight_formats=(entry.WeightFormat("int8", 40, 42),),
         packed_bytes=(42, 160),
     ),
     states=(StateGeometry((3, 8), 8),),
     quantize="int8",
     passes=(("constant-fold", 3),),
-    rope=Rope("longrope", 256),
+    rope=entry.Rope("longrope", 256),
 )
 DRAFT = replace(
     ENTRY,
-    cut_lm_head=CutLmHead("draft/lm_head_ids.npy", 120),
-    dropped_layers=(DroppedLayer(2, 0.75), DroppedLayer(0, -1.0)),
-    parameters=Parameters(10**6, 900, ExpertSizes(600, 2, 8)),
-    trial=FormTrial(4, (TriedForm("int8", 120, 0.5, 0.2, 1.5),)),
+    cut_lm_head=entry.CutLmHead("draft/lm_head_ids.npy", 120),
+    dropped_layers=(entry.DroppedLayer(2, 0.75), entry.DroppedLayer(0, -1.0)),
+    parameters=entry.Parameters(10**6, 900, entry.ExpertSizes(600, 2, 8)),
+    trial=entry.FormTrial(4, (entry.TriedForm("int8", 120, 0.5, 0.2, 1.5),)),
 )
-HEAD = ModelEntry(
-    backend="ort-cpu", dtype="float32", vocab_size=300, max_positions=None, source=SourceEntry("tiny", "ab", "Tiny"),
-    parameters=Parameters(900, 900), attention=AttentionEntry((), "float32"),
-    engine=EngineEntry("target/model.onnx", ("input_ids",), feature_size=8),
-    draft_head=DraftHeadEntry("eagle3", (2, -1), 0.5, "otherwise", 3, 7, "head/mask.npy", 4, reads_draft=True),
+HEAD = entry.ModelEntry(
+    backend="ort-cpu", dtype="float32", vocab_size=300, max_positions=None,
+    source=entry.SourceEntry("tiny", "ab", "Tiny"), parameters=entry.Parameters(900, 900),
+    attention=entry.AttentionEntry((), "float32"),
+    engine=entry.EngineEntry("target/model.onnx", ("input_ids",), feature_size=8),
+    draft_head=entry.DraftHeadEntry("eagle3", (2, -1), 0.5, "otherwise", 3, 7, "head/mask.npy", 4, reads_draft=True),
 )  # fmt: skip
 FILES = (
     "draft/lm_head_ids.npy", "head/mask.npy", "target/model.onnx", "target/sm89.engine", "target/sm120.engine",
