@@ -219,7 +219,7 @@ def check_writable(path: Path) -> None:
         raise UserInputError(f"{path} cannot be written: its folder is missing or closed.", "choose another place.")
 
 
-def write_file(path: Path, write: Callable[[Path], None]) -> None:
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file by ``write``, which gets a temporary path that ends like ``path``; UserInputError if that fails."""
     temporary = path.with_name(f".{path.stem}.tmp-{secrets.token_hex(4)}{path.suffix}")
     try:
@@ -234,11 +234,7 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
     """Write a UTF-8 text file in one step; UserInputError if it cannot be written."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8", errors=errors)
-
-    write_file(path, write)
+    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8", errors=errors))
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -45,10 +45,7 @@ def peak_memory_bytes() -> int:
 
 
 def map_large_blocks() -> None:
-    """Let blocks of memory of a megabyte and more go back to the system when they are freed, in all of this process.
-
-    By default glibc keeps blocks of up to 32 MB in a heap, which cannot shrink below small ones that stay.
-    """
+    """Let blocks of a megabyte and more go back to the system when freed: glibc would keep them in a heap."""
     if sys.platform.startswith("linux"):
         set_option = getattr(ctypes.CDLL(None), "mallopt", None)
         if set_option is not None:

@@ -134,7 +134,7 @@ class BuildRecipe:
         self._check_revisions()
         object.__setattr__(self, "sm", normalize_architectures(self.sm))
         object.__setattr__(self, "lora", normalize_adapters(self.lora))
-        object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
+        object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype.lower(), self.dtype))
         object.__setattr__(self, "draft_vocab_size", None if self.draft_vocab_size == ALL else self.draft_vocab_size)
         if self.draft is None or not find_backend(self.backend).own_operators:
             for key in ("draft_quantize", "draft_vocab_size"):  # nothing to try, or nothing to try it with
@@ -464,11 +464,6 @@ def make_recipe(flags: Mapping[str, Any], recipe_file: Path | None = None) -> Bu
     values.setdefault("target", "")
     values.setdefault("output", "")
     return BuildRecipe(**normalize_keys(values, where="the recipe"))
-
-
-def canonical_dtype(name: str) -> str:
-    """A dtype by the name that recipes, manifests and numpy have for it; what is no other name of one stays."""
-    return _DTYPE_ALIASES.get(name.lower(), name)
 
 
 def resolve_dtype(recipe: BuildRecipe) -> str:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, Unpack
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, Unpack, get_args
 
 from specexport_runtime.decoding.handle import RequestHandle
 from specexport_runtime.engine import SpecEngine
@@ -32,6 +32,8 @@ __all__ = ["AsyncRequest", "AsyncSpecEngine", "ChunkIterator"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
+Lane = Literal["long", "brief", "forms"]
+"""Threads beside the event loop: of long pieces, of those that take milliseconds, and of what compiles forms."""
 
 MOST_AT_A_TIME = 32
 _LONG_PROMPT = 2000  # characters; longer texts are tokenized on another thread
@@ -144,7 +146,6 @@ class ChunkIterator(AsyncIterator[T], Generic[T]):
     def __init__(self, request: AsyncRequest, take: "Callable[[deque[StreamChunk]], T]") -> None:
         self._request = request
         self._take = take
-        self._loop = asyncio.get_running_loop()
 
     async def __anext__(self) -> T:
         """The next chunk, or chunks."""
@@ -162,10 +163,7 @@ class ChunkIterator(AsyncIterator[T], Generic[T]):
         self._request.cancel()
 
     def __del__(self) -> None:
-        # The garbage collector may run in the decoding thread while that holds its lock: only leave a message here.
-        if not self._request.done:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._request.cancel)
+        self._request.cancel()  # takes no lock: the garbage collector may run in any thread
 
 
 class Courier:
@@ -284,7 +282,7 @@ class AsyncSpecEngine:
         self._admits = True
         self._closing: asyncio.Future[None] | None = None
         self._planned = 0  # places that are held for requests which are being planned
-        self._lanes = SideWork("specexport-long"), SideWork("specexport-brief")
+        self._lanes = {lane: SideWork(f"specexport-{lane}") for lane in get_args(Lane)}
 
     @staticmethod
     @_with_keywords(EngineOptions)
@@ -352,7 +350,8 @@ class AsyncSpecEngine:
             self._idle.clear()
         try:
             if length > _LONG_PROMPT or compiles:
-                await self._queue_elsewhere(requests, taken, is_brief=length <= _VERY_LONG and not compiles)
+                lane: Lane = "forms" if compiles else "brief" if length <= _VERY_LONG else "long"
+                await self._queue_elsewhere(requests, taken, lane)
             else:
                 self._queue(requests, taken)
         except asyncio.CancelledError:
@@ -386,33 +385,29 @@ class AsyncSpecEngine:
             self._held -= Counter([owner])
             self._planned -= 1
 
-    async def aside(
-        self, work: Callable[[], T], owner: str = "", *, is_brief: bool = False, is_taken: bool = False
-    ) -> T:
+    async def aside(self, work: Callable[[], T], owner: str = "", *, lane: Lane = "long", is_taken: bool = False) -> T:
         """The result of work on a long text, such as tokenizing it, which must not hold up the event loop.
 
-        One piece after the other is done, the owners in turns; pieces that are brief, some milliseconds each, do not
-        wait for others. If the task is cancelled, a piece that has not begun is dropped. Work for a request that was
-        taken is never refused.
+        One piece of a lane after the other is done, the owners in turns; no lane waits for others. If the task is
+        cancelled, a piece that has not begun is dropped. Work for a request that was taken is never refused.
 
         Raises:
             QueueFullError: as many pieces wait as requests may be there; an ``OwnerLimitError`` if of this owner.
             EngineClosedError: the engine is closing.
         """
-        lane = self._lanes[is_brief]
         if not is_taken:
             self._check_admits()
             limits = (OwnerLimitError, self.max_requests_per_owner, owner), (QueueFullError, self._most_held, None)
             for kind, limit, whose in limits:
-                if limit is not None and lane.num_waiting(whose) >= limit:
+                if limit is not None and self._lanes[lane].num_waiting(whose) >= limit:
                     raise kind(f"{limit} requests wait to be read.", "try again later.")
-        result: T = await lane.put(owner, work)
+        result: T = await self._lanes[lane].put(owner, work)
         return result
 
     @property
     def is_working_aside(self) -> bool:
         """Whether a piece of work is going on that cannot be stopped: the interpreter would wait for it at its end."""
-        return any(lane.is_busy for lane in self._lanes)
+        return any(lane.is_busy for lane in self._lanes.values())
 
     def stop_admitting(self) -> None:
         """Refuse requests from now on; those that were taken go on."""
@@ -444,7 +439,7 @@ class AsyncSpecEngine:
             await self.drain(timeout)
         finally:
             if self._closing is None:
-                for lane in self._lanes:
+                for lane in self._lanes.values():
                     lane.close()
                 self._closing = asyncio.get_running_loop().run_in_executor(None, self.engine.close)
             await asyncio.shield(self._closing)
@@ -494,10 +489,10 @@ class AsyncSpecEngine:
             request.attach(handle)
 
     async def _queue_elsewhere(
-        self, requests: Sequence[RequestSpec], taken: Sequence[AsyncRequest], *, is_brief: bool
+        self, requests: Sequence[RequestSpec], taken: Sequence[AsyncRequest], name: Lane
     ) -> None:
         """As :meth:`_queue`, on another thread. Where that has begun, cancelling the task cancels the requests."""
-        lane, owner = self._lanes[is_brief], taken[0].owner
+        lane, owner = self._lanes[name], taken[0].owner
         queueing = lane.put(owner, partial(self._queue, requests, taken))
         try:
             await asyncio.shield(queueing)

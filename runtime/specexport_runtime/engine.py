@@ -325,6 +325,7 @@ class SpecEngine(PromptEncoder):
                     self._suffixes.save()
                 except OSError as error:  # everything else is to be released all the same
                     _log.warning("What was generated could not be kept in %s: %s", self._suffixes.file, error)
+            self._builder.grammars.close()
             self.target.close()
             for runner in self._drafting.values():
                 runner.executor.close()

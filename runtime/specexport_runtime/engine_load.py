@@ -47,10 +47,7 @@ def load_engine_parts(path: Path, options: EngineOptions, *, tries: int = 5) -> 
 
 def _load(path: Path, options: EngineOptions) -> EngineParts:
     bundle = load_bundle(
-        path,
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs,
-        prefix_rows=options.prefix_rows,
+        path, max_model_len=options.max_model_len, max_num_seqs=options.max_num_seqs, prefix_rows=options.prefix_rows
     )
     backend = backend_of(bundle.manifest.models["target"].backend)
     _check_backend(backend, options)

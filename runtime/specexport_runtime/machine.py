@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -85,11 +85,26 @@ def _processor_facts() -> dict[str, str]:
     }
 
 
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Installed version of each package; those that are not installed are left out."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 def _version(package: str) -> str:
+    return versions_of([package]).get(package, "not installed")
+
+
+def processor_fields() -> dict[str, str]:
+    """What Linux says of the first core, by name; nothing elsewhere."""
     try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
 
 
 def _cpu() -> tuple[str, str]:
@@ -100,11 +115,9 @@ def _cpu() -> tuple[str, str]:
             # The command is fixed.
             done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=5)  # noqa: S603
             return done.stdout.strip(), ""
-    try:
-        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n", 1)[0]
-    except (OSError, ValueError):
+    fields = processor_fields()
+    if not fields:
         return platform.processor(), ""
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
     names = ("vendor_id", "cpu family", "model", "model name", "stepping", "CPU implementer", "CPU part")  # x86, Arm
     return " ".join(fields.get(name, "") for name in names), fields.get("flags") or fields.get("Features", "")
 

@@ -40,10 +40,7 @@ def check_kernels(ir_model: "ir.Model") -> None:
 
 
 def missing_kernels(ir_model: "ir.Model") -> Iterator[str]:
-    """Operators that ONNX Runtime has no CUDA kernel for, with the version that the graph's opset means.
-
-    Where the version has kernels, the types follow that none of them takes.
-    """
+    """Operators without a CUDA kernel, with the opset's version, or the types that its kernels do not take."""
     for node in ir_model.graph.all_nodes():
         since, inputs, outputs = _signature(node.op_type, node.domain, ir_model.opset_imports[node.domain])
         # As ONNX Runtime decides: a kernel without a last version is for the version alone that it begins with.

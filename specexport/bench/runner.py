@@ -82,7 +82,8 @@ class BenchRunner:
         self._report(f"loading for batch size {key.max_num_seqs}")
         self._engine, self._key = self._subject.load(key), key
         if first:
-            self._check_prompts(self._engine)
+            for prompt in (prompt for prompts in self._domains.values() for prompt in prompts):
+                encode_prompt(self._engine, prompt)
         self._warm_up(self._engine, key, cells)
         gc.collect()  # not in the next run's time
         return self._engine
@@ -91,10 +92,6 @@ class BenchRunner:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-
-    def _check_prompts(self, engine: "SpecEngine") -> None:
-        for prompt in (prompt for prompts in self._domains.values() for prompt in prompts):
-            encode_prompt(engine, prompt)
 
     def _warm_up(self, engine: "SpecEngine", key: EngineKey, cells: Sequence[Cell]) -> None:
         """Short runs with each drafter, on prompts of every domain: bindings, memory, threads."""

@@ -4,7 +4,6 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,31 +131,16 @@ def _engine_bytes(manifest: Manifest, entry: ModelEntry) -> int:
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, load, memory (bytes) and versions: what a figure depends on."""
     from specexport.host import memory_bytes
-    from specexport_runtime.machine import available_cores
+    from specexport_runtime.machine import available_cores, processor_fields, versions_of
 
     total, free, limit = memory_bytes()
-    versions = {}
-    for name in _VERSIONS:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return {
-        "cpu": _cpu_name(),
+        "cpu": processor_fields().get("model name") or platform.processor() or platform.machine(),
         "cores": available_cores(),
         "load_1min": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "memory_bytes": min(total, limit) if limit is not None else total,
         "memory_free_bytes": free,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": versions_of(_VERSIONS),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()

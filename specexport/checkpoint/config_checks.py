@@ -10,7 +10,7 @@ from typing import Any
 
 from specexport.checkpoint.gguf_mapped import convert
 from specexport.checkpoint.gguf_rows import Conversion
-from specexport.checkpoint.source import Source
+from specexport.checkpoint.source import Source, read_object
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 _LISTS = ("layer_types", "layers_block_type")
@@ -29,11 +29,8 @@ _ENDS, _BEGINS = "eos_token_id", "bos_token_id"
 
 def check_layer_lists(source: Source) -> None:
     """Refuse a ``config.json`` whose list of layers has another length: transformers would leave out layers."""
-    try:
-        config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # the loader says what is wrong with it
-        return
-    text = config.get("text_config", config) if isinstance(config, dict) else {}
+    config = read_object(source, _CONFIG, missing_ok=True)
+    text = config.get("text_config", config)
     count = text.get(_COUNT) if isinstance(text, dict) else None
     for name in _LISTS if type(count) is int else ():
         kinds = text.get(name)
@@ -114,7 +111,7 @@ def check_stated_ids(source: Source) -> None:
     if source.gguf_file is not None:
         return
     for name in (_CONFIG, _GENERATION):
-        found = _read(source, name)
+        found = read_object(source, name, missing_ok=True)
         places = {"": found, "text_config.": found.get("text_config")}
         for prefix, place in places.items():
             if isinstance(place, Mapping):
@@ -122,24 +119,6 @@ def check_stated_ids(source: Source) -> None:
                 _check(source, name, prefix + _BEGINS, place.get(_BEGINS), several=False)
         if name == _GENERATION and found:
             _check_settings(source, found)
-
-
-def _read(source: Source, name: str) -> Mapping[str, Any]:
-    """A JSON file of the checkpoint; empty if there is none."""
-    path = source.folder / name
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        if name == _CONFIG:  # the loader says what is wrong with it
-            return {}
-        raise CheckpointError(
-            f"{source.name}: {name} cannot be read ({type(error).__name__}: {error}).", f"fetch {name} again."
-        ) from error
-    if isinstance(found, dict):
-        return found
-    raise CheckpointError(f"{source.name}: {name} holds no JSON object.", f"fetch {name} again.")
 
 
 def _check(source: Source, name: str, key: str, value: Any, *, several: bool) -> None:

@@ -139,7 +139,7 @@ def _fit(
     if ("lora_embedding_" in names[0]) != is_table:
         raise _other_model(where, names[0], f"{module} is a {type(layer).__name__}")
     sizes = tuple(layer.weight.shape)
-    turned = _is_turned(layer)
+    turned = isinstance(layer, Conv1D)  # stored [K, N]: the layer decides, as in PEFT, not ``fan_in_fan_out``
     width, depth = sizes[::-1] if turned or is_table else sizes
     rank = int(_by_pattern(config.get("rank_pattern"), module, config["r"]))
     alpha = float(_by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
@@ -154,11 +154,6 @@ def _fit(
         )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return Factors(module, "embedding" if is_table else "linear", rank, scale, turned, (width, depth), file, names)
-
-
-def _is_turned(layer: Any) -> bool:
-    """Whether a layer stores its weight [K, N]. The layer decides, as in PEFT, not the setting ``fan_in_fan_out``."""
-    return isinstance(layer, Conv1D)
 
 
 def _targets(config: Mapping[str, Any], model: Any, modules: Mapping[str, Any]) -> set[str]:

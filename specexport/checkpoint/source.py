@@ -6,7 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specexport_runtime.bundle.files import FOLLOW_LINKS, file_fault, sha256_file
 from specexport_runtime.errors import CheckpointError
@@ -49,6 +49,22 @@ def resolve_source(source: str, revision: str | None = None, *, remote_code: boo
             "give a Hugging Face folder, a .gguf file or a hub id.",
         )
     return _folder_source(_fetch(source, revision, remote_code), source, remote_code)
+
+
+def read_object(source: Source, name: str, *, missing_ok: bool = False) -> dict[str, Any]:
+    """What a JSON file of a checkpoint says; CheckpointError if it cannot be read, or holds no object."""
+    path = source.folder / name
+    if missing_ok and not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise TypeError("it holds no JSON object")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{source.name}: {name} cannot be read ({type(error).__name__}: {error}).", f"fetch {name} again."
+        ) from error
+    return found
 
 
 _BY_LENGTH = ("dynamic", "longrope", "su", "yarn")  # Phi-3 says longrope in all three ways

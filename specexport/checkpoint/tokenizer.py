@@ -1,13 +1,12 @@
 """What the runtime needs of a tokenizer: its JSON, chat template, special tokens and the ids that end a text."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport.checkpoint.source import Source
+from specexport.checkpoint.source import Source, read_object
 from specexport.checkpoint.vocabulary import keep_twins, texts_of
 from specexport_runtime.bundle.tokenizer_load import read_whole_texts
 from specexport_runtime.errors import CheckpointError
@@ -40,7 +39,7 @@ _IDS = ("generation_config.json", "config.json")
 def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> TokenizerParts:
     """Load a checkpoint's fast tokenizer; ``CheckpointError`` if there is none, or it cannot be read."""
     if source.gguf_file is None and (source.folder / _JSON).is_file():
-        stated = {name: _read_object(source, name) for name in (_JSON, *_SETTINGS)}
+        stated = {name: read_object(source, name, missing_ok=True) for name in (_JSON, *_SETTINGS)}
         if not (trust_remote_code and "auto_map" in stated[_SETTINGS[0]]):
             return _from_json(source, stated)
     return _from_class(source, trust_remote_code=trust_remote_code)
@@ -80,7 +79,7 @@ def _guilty(source: Source) -> str:
 def _stated_id(source: Source, key: str) -> int:
     """A token id of the model's configuration files; an impossible one if they say none."""
     for name in _IDS:
-        found = _read_object(source, name)
+        found = read_object(source, name, missing_ok=True)
         for place in (found, found.get("text_config")):
             value = place.get(key) if isinstance(place, Mapping) else None
             value = value[0] if isinstance(value, list) and value else value
@@ -90,20 +89,6 @@ def _stated_id(source: Source, key: str) -> int:
 
 
 _NO_ID = 2**31 - 1
-
-
-def _read_object(source: Source, name: str) -> Mapping[str, Any]:
-    """A JSON file of the checkpoint; empty if there is none."""
-    path = source.folder / name
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(source, name, error) from error
-    if not isinstance(found, dict):
-        raise _unreadable(source, name, TypeError("it holds no JSON object"))
-    return found
 
 
 def _unreadable(source: Source, name: str, error: Exception) -> CheckpointError:

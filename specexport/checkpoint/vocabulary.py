@@ -65,10 +65,8 @@ def keep_twins(source: Source, tokenizer_json: bytes, texts: Mapping[int, str]) 
     stays = {text: index for index, text in sorted(texts.items())}
     stays |= {text: index for text, index in read.items() if texts.get(index) == text}
     kinds = {entry["content"]: entry for entry in data["added_tokens"]}
-    added, marks = (
-        {entry["id"]: entry for entry in data["added_tokens"] if entry["content"] not in stays},
-        Counter[str](),
-    )
+    added = {entry["id"]: entry for entry in data["added_tokens"] if entry["content"] not in stays}
+    marks = Counter[str]()
     for index, text in sorted(texts.items()):
         if text in read:
             marks[text] += stays[text] != index

@@ -51,11 +51,7 @@ class EngineCache:
         self.max_bytes = max_bytes
 
     def restore(self, key: str, destination: Path) -> BuiltModel | None:
-        """Copy an entry's engine files into ``destination``, which it creates, and check them there.
-
-        None if there is no entry, or it was damaged: then it is gone, and ``destination`` too. Raises OSError if
-        ``destination`` cannot be written.
-        """
+        """Copy and check an entry's engine files in ``destination``, which is made; None if there is no sound entry."""
         if not self._is_trusted():
             return None
         source = self.folder / key

@@ -68,11 +68,7 @@ def check_sequences(vocab_size: int) -> list[Int64Array]:
 
 
 def text_sequences(tokenizer_json: bytes, vocab_size: int, max_positions: int | None = None) -> list[Int64Array]:
-    """The two token sequences that engines with quantized weights or caches are checked with: code and prose.
-
-    Where the texts are too short in this vocabulary, or outside of it, random tokens take their place. A model reads
-    ``max_positions`` tokens at most; None is no limit.
-    """
+    """Two token sequences, code and prose, for rounded engines; random tokens where a vocabulary lacks texts."""
     from tokenizers import Tokenizer
 
     lengths = [min(length, max_positions or length) for length in TEXT_LENS]

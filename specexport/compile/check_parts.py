@@ -56,10 +56,7 @@ class _Step(NamedTuple):
 
 
 class PartedExecutor(Executor):
-    """An executor that is driven twice through the same steps.
-
-    The first time, it writes them down and answers with zeros; then :meth:`compute`; the second time it answers.
-    """
+    """An executor driven twice through the same steps: it notes them, then :meth:`compute`, then it answers."""
 
     def __init__(self, path: Path, entry: ModelEntry, *, num_rows: int, kv_capacity: int, num_threads: int) -> None:
         self.vocab_size = entry.lm_head_rows
@@ -180,10 +177,7 @@ class Part(NamedTuple):
 
 
 def split_graph(path: Path) -> Iterator[Part]:
-    """Cut a graph's nodes, in their order, so that each part's weights take ``PART_BYTES`` at most.
-
-    The weights' file lies beside ``path``; it is not read.
-    """
+    """Cut a graph's nodes, in order, into parts of ``PART_BYTES`` of weights; their file is not read."""
     import onnx
 
     whole = onnx.load(str(path), load_external_data=False)

@@ -120,13 +120,7 @@ def build(
     recipe = make_recipe(flags | {"check": False if no_check else None}, recipe_file)
     map_large_blocks()
     with show_progress(sys.stderr, quiet=quiet) as progress:
-        result = build_bundle(
-            recipe,
-            progress=progress,
-            dump_passes=dump_passes,
-            force=force,
-            use_cache=not no_cache,
-        )
+        result = build_bundle(recipe, progress=progress, dump_passes=dump_passes, force=force, use_cache=not no_cache)
     if as_json:
         print_json(result_to_json(result))
     else:

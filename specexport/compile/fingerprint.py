@@ -12,11 +12,11 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from specexport_runtime.errors import SpecexportError
+from specexport_runtime.machine import versions_of
 
 TOOLS = (
     "specexport",
@@ -49,13 +49,7 @@ _DOTTED = re.compile(r"(specexport|specexport_runtime)(\.[a-z_][a-z0-9_]*)+")
 
 def tool_versions() -> dict[str, str]:
     """Installed version of each tool; tools that are not installed are left out."""
-    versions = {"python": platform.python_version()}
-    for name in TOOLS:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
+    return {"python": platform.python_version(), **versions_of(TOOLS)}
 
 
 def hash_sources(root: str) -> str:

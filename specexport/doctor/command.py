@@ -6,7 +6,6 @@ import platform
 import shutil
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import click
 
@@ -21,7 +20,7 @@ from specexport_runtime.errors import SpecexportError, pip_install
 from specexport_runtime.executors import operators
 from specexport_runtime.executors.open import backend_of
 from specexport_runtime.executors.ort_cuda_package import CUDA, both_installed, reinstall
-from specexport_runtime.machine import available_cores
+from specexport_runtime.machine import available_cores, processor_fields
 
 _CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 _MIN_MEMORY = 2 * 10**9
@@ -109,14 +108,9 @@ def _memory() -> Finding:
 
 
 def _cpu_features() -> Finding:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    flags = next(
-        (set(line.partition(":")[2].split()) for line in lines if line.startswith(("flags", "Features"))), None
-    )
-    if flags is None:
+    fields = processor_fields()
+    flags = set((fields.get("flags") or fields.get("Features", "")).split())
+    if not flags:
         return Finding("cpu features", "note", f"unknown on {platform.machine()}")
     if platform.machine() not in ("x86_64", "AMD64"):
         return Finding("cpu features", "ok", f"{platform.machine()}: {', '.join(sorted(flags))}")

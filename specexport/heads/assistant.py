@@ -244,10 +244,7 @@ def _recognizes(files: HeadFiles) -> bool:
 
 
 def lent_caches(text: Any) -> dict[str, LentCache]:
-    """The last cache of each kind of layer in a target; none where it says nothing of kinds.
-
-    ``text`` is transformers' configuration of the target's text model.
-    """
+    """The last cache of each kind of layer in a target that ``text`` configures; none if it has no kinds."""
     types = getattr(text, "layer_types", None) or []
     sharing = int(getattr(text, "num_kv_shared_layers", 0) or 0)
     found = {}
@@ -333,11 +330,7 @@ def _centroids(files: HeadFiles, vocab_size: int) -> tuple[int, int]:
 
 
 def _body_config(name: str, text: Mapping[str, Any]) -> Any:
-    """Transformers' configuration of an assistant's layers, with a vocabulary of one token.
-
-    ``text`` is its ``text_config``. Raises CheckpointError if that is no configuration, and UnsupportedModelError if
-    transformers has no such layers.
-    """
+    """Configuration of an assistant's layers, by its ``text_config``, with a vocabulary of one token."""
     from transformers import CONFIG_MAPPING
 
     try:

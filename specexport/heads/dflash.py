@@ -329,10 +329,7 @@ def block_reference(loaded: LoadedHead) -> HeadReference:
 
 
 def first_guesses(head: DraftHead, tokens: Tensor, features: Tensor, *, step: int, rows: int) -> Tensor:
-    """Logits [A, N] of the token behind each ``step``-th token of a text [T], from the second one on.
-
-    ``features`` [T-1, E] are of all its tokens but the last. ``rows`` is the length of each block, as a draft has them.
-    """
+    """Logits [A, N] behind each ``step``-th token of a text [T], from the second on, of blocks of ``rows``."""
     states, _ = guessing_blocks(head, tokens, features, step=step, rows=rows)
     logits: Tensor = head.read(states[:, 1])[0]
     return logits

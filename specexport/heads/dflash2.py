@@ -143,10 +143,7 @@ class MixingHead(BlockHead):
         return mix
 
     def select(self, state: Tensor, before: Tensor, ids: Tensor | None) -> Tensor:
-        """Scores [A, N] of the tokens behind ``before`` [A], -inf for all but the best; ``state`` [A, H] is unnormed.
-
-        ``ids`` [N] are the token ids of the LM head's rows; None for all.
-        """
+        """Scores [A, N] behind tokens ``before`` [A], -inf for all but the best; ``ids`` [N] are those of the rows."""
         (logits, normed), own = self.read(state), self.candidate_selector
         values, rows = logits.topk(min(self.head_config.shape.most, logits.shape[-1]), dim=-1)
         pair = own.predecessor_codebook[before] * own.hidden_projection(normed)

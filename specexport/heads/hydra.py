@@ -196,11 +196,7 @@ def _recognizes(files: HeadFiles) -> bool:
 
 
 def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
-    """What Hydra heads compute; the configuration of a prefix layer is a copy of the target's.
-
-    Raises CheckpointError if they were made for another target, or their configuration holds no sizes, and
-    UnsupportedModelError if their architecture cannot be imported.
-    """
+    """What Hydra heads compute; CheckpointError if they are another target's. The prefix layer is as the target's."""
     has_prefix = _has_prefix(files)
     if not files.values.get("grounded_heads", any("res_connection" in name for name in files.shapes)):
         raise UnsupportedModelError(

@@ -1,17 +1,16 @@
 """The kinds of draft heads, and what goes through their records. A new one is a file of its own and a line here."""
 
-import json
 from functools import reduce
 from typing import Any
 
-from specexport.checkpoint.source import Source
+from specexport.checkpoint.source import Source, read_object
 from specexport.heads import assistant, dflash, dflash2, dspark, eagle, hydra, medusa, mtp, mtp_modules
 from specexport.heads.assistant_gguf import open_gguf_assistant
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import CONFIG_NAME, HeadFiles, our_name, read_names
 from specexport.heads.kind import HeadKind
 from specexport.trace.export import TracedModel
-from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+from specexport_runtime.errors import UnsupportedModelError
 
 KINDS: tuple[HeadKind, ...] = (
     hydra.KIND,
@@ -57,14 +56,7 @@ def open_head(source: Source) -> HeadFiles:
     """Open a head's configuration and tensors; raises CheckpointError if one cannot be read."""
     if source.gguf_file is not None:
         return open_gguf_assistant(source)
-    try:
-        values = json.loads((source.folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{source.name}: {CONFIG_NAME} cannot be read ({error}).", "fetch the head again."
-        ) from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{source.name}: {CONFIG_NAME} is no JSON object.", "fetch the head again.")
+    values = read_object(source, CONFIG_NAME)
     named = values.get("speculators_model_type")
     name_of = next((kind.our_name for kind in KINDS if named in kind.speculators), our_name)
     prefixes = ("model.", *(prefix for kind in KINDS for prefix in kind.prefixes))

@@ -72,10 +72,7 @@ class MedusaHeads(HeadModule):
         return sum(parameter.numel() for parameter in parts)
 
     def forward(self, numbers: Tensor, features: Tensor) -> Tensor:
-        """Logits [R, N] of heads ``numbers`` int64 [R] over features [R, H], each head over its own rows.
-
-        A number beyond the last head means the last.
-        """
+        """Logits [R, N] of heads ``numbers`` int64 [R] (the last at most) over features [R, H], each over its rows."""
 
         def answer(number: int, mine: Tensor) -> Tensor:
             state = features.index_select(0, mine)
@@ -105,10 +102,7 @@ class MedusaHeads(HeadModule):
 
 
 class MedusaStep(nn.Module):  # type: ignore[misc]
-    """Heads as the contract sees them: numbers of heads and features in, logits and the same features out.
-
-    With ``fixed_sizes`` no size depends on a value.
-    """
+    """Heads as the contract sees them: numbers of heads and features in, logits and the same features out."""
 
     def __init__(self, heads: MedusaHeads, *, fixed_sizes: bool = False) -> None:
         super().__init__()
@@ -168,10 +162,7 @@ def _recognizes(files: HeadFiles) -> bool:
 
 
 def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
-    """What Medusa heads compute. The tensors say too how many there are: published files say too few.
-
-    Raises CheckpointError if they were made for another target, or their configuration holds no sizes.
-    """
+    """What Medusa heads compute; the tensors say how many there are, as published files say too few."""
     numbered = _is_numbered(files)
     found_heads, found_blocks = _count(files, numbered)
     num_heads = max(found_heads, _number(files, ("medusa_num_heads", "num_heads"), found_heads))

@@ -86,10 +86,7 @@ class MtpModules(MtpHead):
         return torch.cat(found, dim=-1)
 
     def guess(self, states: Tensor, rows: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [R, N] of modules ``numbers`` int64 [R], from 0, at entries ``rows``, and their hidden states [R, H].
-
-        ``states`` [T, M * H] are what :meth:`states` gives.
-        """
+        """Logits [R, N] of modules ``numbers`` [R] at entries ``rows`` of ``states`` [T, M * H], and states [R, H]."""
         count = self.head_config.num_modules
         numbers = numbers.clamp(0, count - 1)
         flat = states.reshape(-1, self.head_config.hidden_size).index_select(0, rows.clamp(min=0) * count + numbers)

@@ -44,10 +44,7 @@ def causal_reference(
     logits: Sequence[np.ndarray],
     handed_on: Sequence[np.ndarray],
 ) -> HeadReference:
-    """Ragged steps of a causal head, from what it computes of each whole sequence of ``CHECK_LENS`` tokens.
-
-    Of each sequence: token ids int64 [n], features float32 [n, E], logits [n, N] and what it hands on [n, E].
-    """
+    """Ragged steps of a causal head, from what it computes of whole sequences of ``CHECK_LENS`` tokens."""
     steps: list[list[CheckedRow]] = []
     done = [0, 0]
     for counts in CHECK_STEPS:

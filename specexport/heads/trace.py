@@ -42,10 +42,7 @@ class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
         return run_layers(self.model, context, step[0], step[1], features)
 
     def read(self, state: Tensor, features: Tensor, step: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """What comes of the hidden state [T, H] behind the layers: logits, and what is handed on.
-
-        ``features`` [T, E] are what was fed, ``step`` are the step inputs.
-        """
+        """Logits and what is handed on, of the state [T, H] behind the layers; ``features`` [T, E] were fed."""
         return self.model.read(state.index_select(0, step[2]))
 
 
@@ -66,10 +63,7 @@ def run_layers(
 
 
 def causal_step(head: Any, input_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-    """A head over one sequence from its beginning, with attention as transformers computes it; nothing is packed.
-
-    ``input_ids`` [T] is the token behind each feature [T, E]. Gives logits [T, N], and what the head hands on [T, E].
-    """
+    """Logits [T, N] and what is handed on [T, E], by attention as transformers has it; nothing is packed."""
     state = causal_states(head, input_ids, features)
     with torch.no_grad():
         logits, handed_on = head.read(state)

@@ -90,10 +90,7 @@ def unify_norm_types(ir_model: "ir.Model") -> int:
 
 
 def widen_top_k(ir_model: "ir.Model") -> int:
-    """Let every ``TopK`` of bfloat16 choose among float32 values, in place; returns how many there were.
-
-    The operator takes no bfloat16 before opset 24. Routers of experts use it; the casts are exact.
-    """
+    """Let ``TopK`` of bfloat16 (none before opset 24) choose among float32 values, exactly; how many there were."""
     import onnx_ir as ir
 
     top_k = [node for node in ir_model.graph if node.op_type == "TopK"]

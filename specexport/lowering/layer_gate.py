@@ -29,16 +29,21 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
+def _regions(graph: "ir.Graph", blocks: ResidualBlocks) -> "list[list[ir.Node]]":
+    """The nodes of each block."""
+    try:
+        flow = Dataflow(graph)
+        return [flow.branch_of(block)[1] for block in blocks.blocks]
+    except Obstacle as obstacle:
+        raise CheckFailedError(f"the lowered graph has no clean layers: {obstacle}.") from obstacle
+
+
 def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks, *, separate: bool = False) -> int:
     """Put every block behind a gate, in place, with one input, or ``separate`` ones as a GPU wants; gives G = 2N."""
     import onnx_ir as ir
 
     graph, gates = ir_model.graph, len(blocks.gate_kinds)
-    try:
-        flow = Dataflow(graph)
-        regions = [flow.branch_of(block)[1] for block in blocks.blocks]
-    except Obstacle as obstacle:
-        raise CheckFailedError(f"the lowered graph has no clean layers: {obstacle}.") from obstacle
+    regions = _regions(graph, blocks)
     names = [f"gate.{i // 2}.{(kind or 'none').lower().replace(' ', '_')}" for i, kind in enumerate(blocks.gate_kinds)]
     switches: Sequence[ir.Value]
     if separate:
@@ -171,11 +176,7 @@ class _Cosines:
 def gate_prefix(ir_model: "ir.Model", blocks: ResidualBlocks) -> int:
     """Run attention and MLP only in steps that ask first heads, in place; returns the runtime's gates: 0."""
     graph = ir_model.graph
-    try:
-        flow = Dataflow(graph)
-        regions = [flow.branch_of(block)[1] for block in blocks.blocks]
-    except Obstacle as obstacle:
-        raise CheckFailedError(f"the lowered graph has no clean layers: {obstacle}.") from obstacle
+    regions = _regions(graph, blocks)
     switch = _asks_first(graph)
     for block, region in reversed(list(zip(blocks.blocks, regions, strict=True))):
         gate_block(graph, f"first.{block.layer}.{block.kind.lower()}", switch, block, region)

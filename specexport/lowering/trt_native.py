@@ -81,10 +81,7 @@ def mask_kind(attention: Attention, form: str) -> MaskKind:
 
 
 def lower_trt_native(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) -> tuple[str, ...]:
-    """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
-
-    Returns each layer's form; UnsupportedModelError if none is exact. ``fold`` is F.
-    """
+    """Replace each ``UnpaddedAttention``, fix cache shapes, add ``token_ids``, in place; each layer's form."""
     forms = replace_attention(ir_model, kv_capacity=kv_capacity, fold=fold)
     add_token_ids(ir_model)
     drop_unused_step_inputs(ir_model)

@@ -52,11 +52,8 @@ def add_step_input(ir_model: "ir.Model", spec: TensorSpec) -> "ir.Value":
 
     shape = [DIM_NAMES.get(word, word) if isinstance(word, str) else word for word in spec.shape]
     dtype = ir.DataType.from_numpy(np.dtype(spec.dtype))
-    return add_input(ir_model.graph, spec.name, dtype, shape, _first_cache(ir_model))
-
-
-def _first_cache(ir_model: "ir.Model") -> int:
-    return next(i for i, value in enumerate(ir_model.graph.inputs) if "cache" in str(value.name))
+    first_cache = next(i for i, value in enumerate(ir_model.graph.inputs) if "cache" in str(value.name))
+    return add_input(ir_model.graph, spec.name, dtype, shape, first_cache)
 
 
 def emit_masks(

@@ -93,15 +93,6 @@ def _fake(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return output, torch.empty_like(k_cache), torch.empty_like(v_cache)
 
 
-unpadded_attention = torch.library.custom_op(
-    f"{UNPADDED_ATTENTION.domain}::{UNPADDED_ATTENTION.torch_name}",
-    _unpadded_attention,
-    mutates_args=(),
-    schema=UNPADDED_ATTENTION.torch_schema,
-)
-"""``torch.ops.specexport.unpadded_attention``; arguments and meaning as declared in ``spec``."""
-unpadded_attention.register_fake(_fake)
-
 Advance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -182,25 +173,15 @@ def _run(
     return output, states, waiting
 
 
-def _register(spec: OpSpec, function: Callable[..., Any], width_of: str) -> Any:
-    """The torch op of a recurrence; its output is as wide as the input ``width_of``."""
+def _fake_recurrence(spec: OpSpec, width_of: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """The output is as wide as the input ``width_of``."""
 
     def fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         given = dict(zip(spec.argument_names, arguments, strict=True))
         output = torch.empty_like(given[width_of])
         return output, torch.empty_like(given["state"]), torch.empty_like(given["pending"])
 
-    op = torch.library.custom_op(
-        f"{spec.domain}::{spec.torch_name}", function, mutates_args=(), schema=spec.torch_schema
-    )
-    op.register_fake(fake)
-    return op
-
-
-linear_attention = _register(LINEAR_ATTENTION, _linear_attention, "v")
-"""``torch.ops.specexport.unpadded_linear_attention``; arguments and meaning as declared in ``spec``."""
-causal_conv = _register(CAUSAL_CONV, _causal_conv, "x")
-"""``torch.ops.specexport.unpadded_causal_conv``, likewise."""
+    return fake
 
 
 def _experts(
@@ -232,12 +213,16 @@ def _experts(
     return (given * expert_weights[..., None]).sum(1)
 
 
-def _fake_experts(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x)
+def _register(spec: OpSpec, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """``torch.ops.specexport.<torch_name>``; arguments and meaning as declared in ``spec``."""
+    op = torch.library.custom_op(
+        f"{spec.domain}::{spec.torch_name}", function, mutates_args=(), schema=spec.torch_schema
+    )
+    op.register_fake(fake)
+    return op
 
 
-experts = torch.library.custom_op(
-    f"{EXPERTS.domain}::{EXPERTS.torch_name}", _experts, mutates_args=(), schema=EXPERTS.torch_schema
-)
-"""``torch.ops.specexport.experts``; arguments and meaning as declared in ``spec``."""
-experts.register_fake(_fake_experts)
+unpadded_attention = _register(UNPADDED_ATTENTION, _unpadded_attention, _fake)
+linear_attention = _register(LINEAR_ATTENTION, _linear_attention, _fake_recurrence(LINEAR_ATTENTION, "v"))
+causal_conv = _register(CAUSAL_CONV, _causal_conv, _fake_recurrence(CAUSAL_CONV, "x"))
+experts = _register(EXPERTS, _experts, lambda x, *_: torch.empty_like(x))

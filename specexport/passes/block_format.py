@@ -236,10 +236,7 @@ def stored(format: str, packed: Packed, n: int, k: int) -> tuple[np.ndarray, Flo
 
 
 def quantize_activations(x: np.ndarray) -> tuple[np.ndarray, Float32Array]:
-    """Activations [T, K] as the operators round them: int32 [T, blocks * 32], and a float32 scale a block [T, blocks].
-
-    A block that holds a NaN or an infinity has the scale NaN.
-    """
+    """Activations as operators round them: int32 [T, blocks * 32], scales [T, blocks], NaN where not finite."""
     tokens, k = x.shape
     filled = np.zeros((tokens, _up(k, BLOCK)), np.float32)
     filled[:, :k] = x

@@ -39,10 +39,7 @@ _RULES = (
 
 
 class ConstantFoldPass(CountingPass):
-    """Replace small constant subgraphs by values, inline helper functions, drop no-ops; counts the nodes that went.
-
-    Never a weight matrix: a folded copy would be held beside the original (``TransposeFoldPass`` is lazy).
-    """
+    """Replace small constant subgraphs, never weights, inline helpers, drop no-ops; counts nodes that went."""
 
     name = "constant-fold"
     reason = "the shape arithmetic of the trace is known by now and need not run on every step"
@@ -109,10 +106,7 @@ _Key = Callable[[ir.TensorProtocol], object]
 
 
 class WeightDeduplicatePass(CountingPass):
-    """Make readers of equal weights share one, found by content; counts the weights that went away.
-
-    The bytes of a large model are hashed only where a sparse sample agrees.
-    """
+    """Make readers of equal weights share one, hashed where a sparse sample agrees; counts those gone."""
 
     name = "weight-deduplicate"
     reason = "tied embeddings and repeated buffers are stored and mapped once"

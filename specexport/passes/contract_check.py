@@ -50,7 +50,7 @@ class ContractCheckPass(CountingPass):
         if recurrences:
             expected_inputs.append(STATE_STEPS)
         for i, node in enumerate(recurrences):
-            rank = _state_rank(node)
+            rank = len(node.outputs[1].shape or ()) - 2  # sizes of its state
             expected_inputs += [_state(spec, i, rank) for spec in STATE_INPUTS]
             expected_outputs += [_state(spec, i, rank) for spec in STATE_OUTPUTS]
         given = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
@@ -100,11 +100,6 @@ def _state(spec: TensorSpec, number: int, rank: int) -> TensorSpec:
     """A tensor of a recurrence, with a word for each size of its state."""
     words = [part for word in spec.shape for part in ([f"Z{i}" for i in range(rank)] if word == "Z" else [word])]
     return _numbered(spec, number)._replace(shape=tuple(words))
-
-
-def _state_rank(node: ir.Node) -> int:
-    """How many sizes the state of a recurrence has."""
-    return len(node.outputs[1].shape or ()) - 2
 
 
 def _check_recurrences(nodes: Sequence[ir.Node]) -> Iterator[str]:

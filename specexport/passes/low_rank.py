@@ -75,10 +75,7 @@ def _mark(graph: ir.Graph, site: LinearSite, parts: list[str]) -> None:
     layer = linear_of(site.node)
     out = site.node.outputs[0] if layer is None else layer.out
     shape = site.source.shape
-    per_token = shape is not None and [str(size) for size in shape[:-1]] in (
-        [DIM_NAMES["T"]],
-        ["1", DIM_NAMES["T"]],
-    )
+    per_token = shape is not None and [str(size) for size in shape[:-1]] in ([DIM_NAMES["T"]], ["1", DIM_NAMES["T"]])
     if not per_token:
         raise _refused(parts[0])
     widths = site.weight.meta.get(WIDTHS, [site.width])

@@ -182,10 +182,7 @@ def _mixer_block(
 def _checked_mixer(
     flow: Dataflow, block: ResidualBlock, mixers: dict[ir.Node, GateKind]
 ) -> tuple[ResidualBlock, set[ir.Node]]:
-    """The block with its kind, and its nodes, unless a branch without any of them was added on the way to the stream.
-
-    Recurrences that are added to an attention, or read what others made, are one mixer with it.
-    """
+    """A block's kind and nodes, unless a branch was added on the way; recurrences beside attention are one mixer."""
     branch, region = _any_branch(flow, block)
     own = mixers.keys() & set(region)
     after = flow.after([value for node in own for value in node.outputs]) | own

@@ -187,10 +187,7 @@ def simulate_rounds(drafts: Drafts, batch_size: int, *, samples: int, seed: Seed
 def simulate_generations(
     drafts: Drafts, batch_size: int, *, max_new_tokens: int, prompt_tokens: int = 0, samples: int, seed: Seed
 ) -> dict[str, Estimate]:
-    """Generations of a static batch, which ends with its last sequence; each sequence keeps its accuracy.
-
-    Gives rounds, padding ratio, the share of idle row-rounds, and cache slots read over those of an unpadded cache.
-    """
+    """Rounds, padding, idle share, and cache slots over unpadded ones, of a static batch to its last end."""
     check(max_new_tokens >= 1, f"The number of new tokens is {max_new_tokens}.")
     rng = np.random.default_rng(seed)
     accuracies = drafts.draw_accuracies(batch_size, samples, rng)

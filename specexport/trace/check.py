@@ -31,10 +31,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 def trace_checkpoint(
     checkpoint: Checkpoint, features: FeatureRequest | None = None, *, group_experts: bool = False
 ) -> TracedModel:
-    """Trace a checkpoint to ONNX IR with one ``specexport::UnpaddedAttention`` a layer.
-
-    The packed model is first run on a few tokens against its own attention: UnsupportedModelError names what differs.
-    """
+    """Trace a checkpoint to ONNX IR, once packed and own attention agree; else UnsupportedModelError."""
     model: Any = checkpoint.model
     check_config(model)
     with traceable_experts(model, grouped=group_experts):

@@ -51,10 +51,7 @@ def choose_layers(
 
 
 def drop_layers(checkpoint: Checkpoint, dropped: Collection[int], hint: str = _HINT) -> None:
-    """Take decoder layers out of a loaded model, in place. The others keep weights, order and kind; numbers are new.
-
-    The model is run with these layers handing their input on, and without them: UnsupportedModelError if that differs.
-    """
+    """Take decoder layers out of a model, in place; UnsupportedModelError if it differs from handing inputs on."""
     model: Any = checkpoint.model
     check_config(model)
     layers = find_layers(model, hint)

@@ -40,10 +40,7 @@ class Budget:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make a work folder and keep other runs out; what a killed run left half-written goes, and a folder left empty.
-
-    InvalidRequestError: it holds something else, another run is in it, or it cannot be written.
-    """
+    """Make a work folder and keep others out (InvalidRequestError); half-written files and empty folders go."""
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         try:

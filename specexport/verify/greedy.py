@@ -69,13 +69,7 @@ def compare_outputs(
         pair = (expected[position], output[position])
         found.append(
             explain(
-                logits,
-                pair,
-                drafter=drafter,
-                lookahead=lookahead,
-                prompt=index,
-                position=position,
-                tolerance=tolerance,
+                logits, pair, drafter=drafter, lookahead=lookahead, prompt=index, position=position, tolerance=tolerance
             )
         )
     return found

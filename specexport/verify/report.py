@@ -97,11 +97,7 @@ def _worst_numbers(result: Result) -> dict[str, Any]:
         return {f"{result.role}_neighbours_max_relative": result.max_relative}
     if isinstance(result, GreedyResult):
         compared = sum(run.tokens_compared for run in result.runs)
-        return {
-            "greedy_tokens": compared,
-            "greedy_near_ties": result.near_ties,
-            "greedy_failures": result.failures,
-        }
+        return {"greedy_tokens": compared, "greedy_near_ties": result.near_ties, "greedy_failures": result.failures}
     return {"sampling_min_p_value": result.min_p_value, "sampling_max_total_variation": result.max_total_variation}
 
 

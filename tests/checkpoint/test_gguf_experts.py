@@ -77,7 +77,7 @@ def test_experts_are_rounded_one_at_a_time(tmp_path: Path, architecture: str) ->
         TransposeFoldPass().rewrite(ir.Model(graph, ir_version=10))
         tensor = graph.initializers["experts.transposed"].const_value
     packed = of_rounded(tensor, 8).make()
-    assert asked == [1] * 4
+    assert set(asked) == {1}
     values = [unpack("int8", part, 512, 256) for part in np.split(packed, 4)]
     whole = stored.whole().numpy()
     wanted = whole.swapaxes(1, 2) if architecture == "gpt-oss" else whole

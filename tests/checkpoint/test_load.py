@@ -86,7 +86,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json", "config.json"),
     "no weights": (remove_weights, "no safetensors", "safetensors"),
     "pickle": (pickle_weights, "pickled weights only (pytorch_model.bin)", "convert the weights to safetensors"),
-    "config not json": (lambda f: (f / "config.json").write_text("{"), "configuration cannot be read", "config.json"),
+    "config not json": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read", "config.json"),
     "unknown type": (lambda f: edit_json(f / "config.json", model_type="xyzzy"), "xyzzy", "transformers knows"),
     "no type": (lambda f: (f / "config.json").write_text("{}"), "configuration cannot be read", "model_type"),
     "damaged weights": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "cannot be loaded", "again"),

@@ -238,10 +238,7 @@ def test_measuring_similarity_ends_with_the_step_even_if_that_fails():
 
 
 def test_auto_with_its_memory_and_learned_costs_follows_the_targets_distribution():
-    """All of the default at once: copies of what was sampled before, a draft model, costs that are learned from times.
-
-    Greedy requests in between let what was learned from times be used, so that curves change while others are sampled.
-    """
+    """All of the default at once: copies of what was sampled before, a draft model, costs learned from times."""
     target = small_model()
     drafters = {
         "suffix": SuffixDrafter(SuffixStore(1 << 16), match_length=1),

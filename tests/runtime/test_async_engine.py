@@ -386,8 +386,11 @@ def test_forms_that_are_not_ready_are_compiled_beside_the_event_loop(engine, mon
             return form.regex == "known"
 
         def compile(self, form, **_):
-            asked.append((form.regex, threading.current_thread() is threading.main_thread()))
+            asked.append((form.regex, threading.current_thread().name.partition("_")[0]))
             raise InvalidRequestError("it was asked for")
+
+        def close(self):
+            pass
 
     monkeypatch.setitem(engine._builder.__dict__, "grammars", Grammars())
 
@@ -399,7 +402,7 @@ def test_forms_that_are_not_ready_are_compiled_beside_the_event_loop(engine, mon
         await service.aclose()
 
     asyncio.run(run())
-    assert asked == [("known", True), ("new", False)]
+    assert asked == [("known", "MainThread"), ("new", "specexport-forms")]
 
 
 def test_owners_take_turns_beside_the_event_loop(engine):
@@ -418,8 +421,8 @@ def test_owners_take_turns_beside_the_event_loop(engine):
         with pytest.raises(OwnerLimitError):
             await service.aside(lambda: None, "a")
         pieces[1].cancel()
-        brief = await service.aside(threading.current_thread, "a", is_brief=True)  # which waits for none of them
-        assert brief is not threading.main_thread()
+        others = [await service.aside(threading.current_thread, "a", lane=lane) for lane in ("brief", "forms")]
+        assert len({threading.main_thread(), *others}) == 3  # which wait for none of them
         assert service.is_working_aside
         assert not done
         go.set()

@@ -127,7 +127,7 @@ def victim(newcomer, *running, can_resume=True):
     """Of sequences that have read all but their newest token."""
     rows = rows_of(*running)
     for row, seq in enumerate(running):
-        rows.target.kv.assume(row, len(seq.tokens) - 1)
+        rows.target.kv.restore(row, len(seq.tokens) - 1)
     rows.can_resume = lambda _: can_resume
     return whom_to_pause(newcomer, rows)
 
@@ -315,7 +315,7 @@ def test_what_is_read_again_comes_in_small_pieces_and_smaller_ones_beside_a_firs
     assert scheduler.share(0) == {0: 4, 1: 60}
     scheduler.retire(newcomer)
     assert scheduler.share(0) == {0: REREAD_CHUNK}
-    rows.target.kv.assume(0, 90)
+    rows.target.kv.restore(0, 90)
     assert scheduler.share(0) == {0: 9}  # the newest token begins the next round
 
 
@@ -328,7 +328,7 @@ def test_the_scheduler_keeps_the_pace():
     for seq in (long, short, decoding):
         seq.stats.submit_time = 0.0
     rows = rows_of(long, short, decoding)
-    rows.target.kv.assume(2, 3)
+    rows.target.kv.restore(2, 3)
     scheduler = Scheduler(rows, max_num_batched_tokens=200, min_prefill_tokens=4, pace=pace)
     # 40 ms beside the round, of which the long prompt, which is late, gets a quarter.
     assert scheduler.share(1) == {0: 10, 1: 30}

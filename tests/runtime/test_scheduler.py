@@ -45,7 +45,8 @@ class World:
         self.scheduler.place(busy)
         chunks, kv = self.scheduler.share(busy), self.rows.target.kv
         for row, chunk in chunks.items():
-            kv.assume(row, kv.kv_len(row) + chunk)
+            kv.write(row, [chunk])
+            kv.commit(row, kv.kv_len(row) + chunk)
         for seq in self.rows.running:
             if not self.rows.num_unread(seq):
                 seq.commit([2])
@@ -105,7 +106,7 @@ def test_check_finds_a_broken_state():
     seq = world.add(0, 3)
     world.round()
     world.rows.check()
-    world.rows.target.kv.assume(1, 1)
+    world.rows.target.kv.restore(1, 1)
     with pytest.raises(SpecexportError, match="row 1 has no request but 1 committed entries"):
         world.rows.check()
     world.rows.target.kv.release(1)

@@ -12,14 +12,12 @@ import pytest
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake import functions
 from specexport_runtime.intake.functions import FunctionError, read_functions
-from specexport_runtime.intake.grammars import GrammarCompiler
 from specexport_runtime.sampling import structured
 from specexport_runtime.sampling.schema_rules import fault_of
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.structured import check_strict
 from tests.support.cases import chance
-from tests.support.models.tokenizers import byte_level
 
 SETTING = {"item_separator": ";"}
 NULL = {"type": "null"}
@@ -86,43 +84,6 @@ def test_settings_of_the_matcher_are_refused(case: str) -> None:
 def test_references_that_come_back_to_themselves_are_refused(case: str) -> None:
     with pytest.raises(InvalidRequestError, match="comes back to itself"):
         StructuredOutputs(json=LOOPS[case])
-
-
-PATTERNS = [{"type": "string", "pattern": f"a{i}"} for i in range(17)]
-MUCH: dict[str, Any] = {
-    "patterns of one text": {"allOf": PATTERNS},
-    "patterns by reference": {
-        "properties": {str(i): {"$ref": f"#/$defs/{i}"} for i in range(17)},
-        "additionalProperties": {"allOf": [{"$ref": f"#/$defs/{i}"} for i in range(17)]},
-        "$defs": {str(i): each for i, each in enumerate(PATTERNS)},
-    },
-    "patterns of one property": {
-        "properties": {"a": PATTERNS[0]},
-        "anyOf": [{"properties": {"a": {"oneOf": PATTERNS}}}],
-    },
-    "optional properties": {"items": {"properties": {str(i): NULL for i in range(2001)}}},
-}
-LITTLE: dict[str, Any] = {
-    "patterns of many texts": {"properties": {str(i): each for i, each in enumerate(PATTERNS)}},
-    "patterns one of which is": {"anyOf": PATTERNS},
-    "many properties": {"properties": {str(i): NULL for i in range(5000)}, "required": [str(i) for i in range(5000)]},
-}
-
-
-@pytest.mark.parametrize("case", MUCH)
-def test_what_is_too_much_for_a_matcher_is_refused(case: str) -> None:
-    compiler = GrammarCompiler(byte_level(), 256, [0])
-    for form in (StructuredOutputs(grammar="start: %json " + json.dumps(MUCH[case])), None):
-        with pytest.raises(InvalidRequestError, match=r"are taken|more than 15 '&'"):
-            compiler.compile(form or StructuredOutputs(json=MUCH[case]))
-    joined = StructuredOutputs(grammar="start: A\nA: /&/" + " & /a/" * 16)
-    with pytest.raises(InvalidRequestError, match="more than 15 '&'"):
-        compiler.compile(joined)
-
-
-@pytest.mark.parametrize("case", LITTLE)
-def test_much_that_does_not_meet_is_taken(case: str) -> None:
-    assert fault_of(LITTLE[case]) is None
 
 
 @pytest.mark.parametrize("case", DATA | RECURSIONS)

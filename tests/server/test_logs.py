@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from specexport_runtime import SpecEngine
-from specexport_runtime.errors import InvalidRequestError, RequestFailedError
+from specexport_runtime.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.requests.stats import RequestStats
 from specexport_runtime.server.config import ServerConfig
@@ -222,9 +222,11 @@ def test_a_stream_that_fails_is_an_error_with_its_id(logged):
     assert (line["level"], line["status"], line["error"]) == ("error", 200, "MemoryError")
     assert line["error_code"] == json.loads(answer.text.split("data: ")[-1])["error"]["code"]
     assert line["generated_tokens"] == 5
-    [told] = [json.loads(text) for text in own.lines]
+    step, told = [json.loads(text) for text in own.lines]
+    assert (step["logger"], step["error"]) == ("specexport_runtime.decoding.loop", "MemoryError")
     assert (told["request_id"], told["error"]) == ("broken-stream", "RequestFailedError")
     assert "builtins.MemoryError" in told["stack"]
+    assert SECRET not in "".join(own.lines)
 
 
 def test_a_draft_that_is_never_accepted_is_one_warning(logged):
@@ -319,9 +321,10 @@ def test_exceptions_of_ours_keep_their_text_and_all_keep_their_causes():
         record = logging.LogRecord("x", logging.ERROR, "", 0, "m", (), info)
         return json.loads(JsonFormatter().format(record))
 
-    line = raised(RequestFailedError("it was the engine"), MemoryError("private"))
-    assert (line["error"], line["error_message"]) == ("RequestFailedError", "it was the engine")
-    assert line["stack"].index("MemoryError") < line["stack"].index("RequestFailedError")
+    assert "private" not in json.dumps(raised(RequestFailedError("by MemoryError: private"), MemoryError("private")))
+    line = raised(EngineDeadError("it was the engine"), MemoryError("private"))
+    assert (line["error"], line["error_message"]) == ("EngineDeadError", "it was the engine")
+    assert line["stack"].index("MemoryError") < line["stack"].index("EngineDeadError")
     assert "private" not in json.dumps(line)
     assert "error_message" not in raised(ValueError("private"), None)
     assert raised(InvalidRequestError("a", "b"), None)["error_message"] == "a Fix: b"

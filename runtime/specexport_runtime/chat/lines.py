@@ -28,10 +28,7 @@ class Entry(NamedTuple):
 
 
 def read_entry(read_line: ReadLine) -> Entry:
-    r"""The next message or command; ``EOFError`` if nothing was entered, and nothing will be.
-
-    A backslash at the end continues a line, three quotes enclose lines, and two slashes begin a message with one.
-    """
+    r"""The next entry; ``\`` at an end or three quotes continue one, ``//`` begins a message; EOFError at the end."""
     line = read_line(PROMPT)
     if line.lstrip().startswith(_BLOCK):
         return Entry(_read_block(line.lstrip().removeprefix(_BLOCK), read_line))

@@ -9,8 +9,7 @@ gives a sample of them:
 
 The weighted median of the newest samples counts, so a round that something disturbed moves it no further than any
 other. A ratio that is off by more than a fifth, and by more than the order of the samples leaves to chance, replaces
-the one in use. Times must not decide about a draft whose random numbers are still to be used, so the caller says when
-nothing sampled is under way; until then what was learned waits.
+the one in use.
 """
 
 import math
@@ -81,7 +80,7 @@ class _Steps:
 
 
 class LearnedCosts:
-    """Ratios by which promised seconds are mended, by the number of rows; ``keep`` gets those that changed."""
+    """Ratios by which promised seconds are mended, by the number of rows; ``keep`` gets all after a change."""
 
     def __init__(self, known: Any = None, *, keep: Callable[[dict[str, Any]], object] = lambda _: None) -> None:
         self.version = 0
@@ -147,10 +146,7 @@ class LearnedCosts:
                     self._judge(name, size)
 
     def adopt(self) -> bool:
-        """Use what was learned, if something in use is wrong; whether anything changed.
-
-        To be called only where no draft depends on it whose random numbers are still to be used.
-        """
+        """Between two rounds: use what was learned, if something in use is wrong; whether anything changed."""
         if not self._due:
             return False
         for (name, size), ratio in self._due.items():

@@ -139,7 +139,7 @@ class Decoder:
         events = self._verify(ready, drafting, proposals, chunks)
         if counts and self.lengths is not None:
             tokens = sum([len(proposal.nodes) for proposal in proposals.values()])
-            self.lengths.took(drafting, tokens, time.perf_counter() - drafted)
+            self.lengths.took(tokens, time.perf_counter() - drafted)
         if load is not None:
             seconds = time.perf_counter() - start
             plain_seconds = self.tracer.record(events, load, seconds)

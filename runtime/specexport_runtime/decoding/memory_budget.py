@@ -46,10 +46,7 @@ class _Use(NamedTuple):
 
 
 class MemoryBudget:
-    """Memory of the cache rows of all ``runners``: the target, then models with a cache beside it.
-
-    InvalidRequestError: there is a limit, and an engine gives no memory back, or no full request fits.
-    """
+    """Memory of the cache rows of all ``runners``; InvalidRequestError if no full request fits a limit."""
 
     def __init__(
         self,

@@ -256,10 +256,7 @@ def _ask_ahead(
 
 
 def accept_processed(req: Request, proposal: Proposal, logits: Float32Array) -> Verdict:
-    """Acceptance where logits processing depends on the history: each row sees the draft tokens before it.
-
-    ``logits`` are the target's raw ones [K+1, V]; NaN or +inf is a CheckFailedError, a ban of all InvalidRequestError.
-    """
+    """Acceptance of raw ``logits`` [K+1, V] whose processing depends on the draft tokens before each row."""
     if proposal.branches:
         return _accept_tree(req, proposal, logits)
     drafted = proposal.tokens

@@ -235,10 +235,7 @@ class Draft:
         return proposal._replace(branches=self._kept_branches()) if self.branches else proposal
 
     def _kept_branches(self) -> tuple[Branch, ...]:
-        """Those that a tree of a fixed size has room for: the best by cumulative probability.
-
-        All that were drawn stay: to leave one out because of *what it is* would make the text follow another law.
-        """
+        """The likeliest that a tree of fixed size has room for, and all that were drawn, *whatever* they are."""
         req, room = self.request, self.request.tree_size - len(self.tokens) + len(self.forced)
         if self.distributions is None and self.is_combined and not self.forced:
             return combined(self.branches, self.tokens, max(min(room, MOST_OFFERED) if req.adaptive else room, 0))
@@ -257,11 +254,7 @@ def open_drafts(
     most: int | None = None,
     one_by_one: bool = False,
 ) -> list[Draft]:
-    """A draft for each request; one whose prompt was not read to its end drafts nothing.
-
-    ``lookaheads`` are the steps of each at most (K), and ``most`` those of the model. ``one_by_one``: see
-    :class:`Draft`.
-    """
+    """A draft of at most ``lookaheads`` steps (K) for each request; none if its prompt was not read to the end."""
     limits = lookaheads if most is None else [min(limit, most) for limit in lookaheads]
     return [
         Draft(req, limits[i] if req.num_generated else 0, None if begun is None else begun[i], one_by_one=one_by_one)

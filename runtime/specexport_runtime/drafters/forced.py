@@ -39,10 +39,7 @@ class BegunDrafts:
         return [_alone(each) for each in self.drafts]
 
     def fit(self, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Drafts up to where the grammar of their request refuses them, or there is no more room.
-
-        A refused token that was drawn stays, as the last one: it is tested, and the residual knows of it.
-        """
+        """Drafts up to where a grammar or the room ends; a refused token that was drawn stays last, and is tested."""
         return [self._guarded(i, proposal, _fit) for i, proposal in enumerate(proposals)]
 
     def extend(self, proposals: Sequence[Proposal]) -> list[Proposal]:

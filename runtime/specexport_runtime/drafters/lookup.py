@@ -97,10 +97,7 @@ class SuffixIndex:
         return length, self._last[state]
 
     def ways_behind(self, tokens: Sequence[int], count: int) -> list[tuple[int, int]]:
-        """Up to ``count`` tokens that followed the text's end with ``tokens`` before, and a place behind each.
-
-        Those behind the longest match come first, then those behind shorter ones of ``min_length``; the newest of each.
-        """
+        """Up to ``count`` tokens that followed this end before, and where; those of longer, newer matches first."""
         state, length = self._behind(tokens)
         found: dict[int, int] = {}
         while state > 0 and length >= self.min_length and len(found) < count:

@@ -152,10 +152,7 @@ class RowSource(ABC):
 
 
 class RowSampler(RowSource):
-    """Draws from the rows of logits [R, V] float32 that the steps of one executor leave on the device.
-
-    SpecexportError if the driver takes no kernels, or without the library of operators.
-    """
+    """Draws from rows of logits [R, V] float32 on the device; SpecexportError without kernels or operators."""
 
     few = FEW
 

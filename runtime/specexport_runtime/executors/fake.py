@@ -11,14 +11,7 @@ import numpy.typing as npt
 
 from specexport_runtime.abi import CONTEXT_ID, PADDED_STEP_INPUTS, STEP_INPUTS, StepShape
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import (
-    BoolArray,
-    Float32Array,
-    StepBuffers,
-    StepOutput,
-    Want,
-    argmax_ids,
-)
+from specexport_runtime.executors.base import BoolArray, Float32Array, StepBuffers, StepOutput, Want, argmax_ids
 from specexport_runtime.executors.host_rows import WithHostRows
 
 ENTRY_BYTES = 64

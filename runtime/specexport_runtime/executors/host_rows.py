@@ -11,14 +11,7 @@ import numpy as np
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import NO_TOKEN, Executor, argmax_ids
-from specexport_runtime.executors.device_rows import (
-    AS_FOUND,
-    DeviceRow,
-    DeviceRows,
-    Float32Array,
-    Lane,
-    RowSource,
-)
+from specexport_runtime.executors.device_rows import AS_FOUND, DeviceRow, DeviceRows, Float32Array, Lane, RowSource
 from specexport_runtime.executors.row_cuts import RowCuts, library
 from specexport_runtime.executors.row_kernels import (
     ASK,

@@ -61,11 +61,7 @@ def open_executor(
     gives_back: bool = False,  # memory of cache rows that is of no use goes back to the system
     target: Executor | None = None,  # the target's, opened with the same bundle: a draft head may read its caches
 ) -> Executor:
-    """Load the engine of one model of a bundle.
-
-    IncompatibleError if the backend is unknown or does not fit this machine; InvalidRequestError for CUDA graphs on a
-    CPU, or threads that do not fit.
-    """
+    """Load the engine of one model of a bundle; IncompatibleError if it does not fit this machine."""
     check_threads(num_threads)
     entry, folder = bundle.manifest.models[role], bundle.folder
     backend = backend_of(entry.backend)

@@ -19,13 +19,7 @@ from specexport_runtime.abi import INPUT_IDS, STEP_INPUTS, StepShape
 from specexport_runtime.bundle.entry import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import choose_profile
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import (
-    Float32Array,
-    Int32Array,
-    Int64Array,
-    StepBuffers,
-    StepOutput,
-)
+from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array, StepBuffers, StepOutput
 from specexport_runtime.executors.device_rows import open_sampler
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.gpu_memory import ID_BYTES, HostBlock, HostOutput
@@ -78,11 +72,7 @@ class PlacedStep:
 
 
 class TrtExecutor(GpuSteps):
-    """Runs one TensorRT engine on one GPU; see ``Executor``.
-
-    IncompatibleError if the engine does not fit the GPU, its memory, ``num_rows`` or its manifest,
-    MissingDependencyError without TensorRT or cuda-python, BundleError if the engine file cannot be read.
-    """
+    """Runs one TensorRT engine on one GPU; see ``Executor``. IncompatibleError if it does not fit the GPU."""
 
     def __init__(
         self,

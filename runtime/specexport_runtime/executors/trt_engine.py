@@ -159,10 +159,7 @@ class Engine(Protocol):
 
 
 def load_engine(path: Path, file: EngineFile, gpu_name: str) -> Engine:
-    """Load an engine file, with the package that built it; RTX keeps the kernels it compiles under ``gpu_name``.
-
-    IncompatibleError if its version is another or the GPU cannot take it, BundleError if the file cannot be read.
-    """
+    """Load an engine file, with the package that built it; RTX keeps compiled kernels under ``gpu_name``."""
     trt = _import_package(file)
     messages: list[str] = []
     logger = _make_logger(trt, messages)

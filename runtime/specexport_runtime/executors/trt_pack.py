@@ -23,13 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.abi import (
-    ALIGNED_STEP_INPUTS,
-    STEP_INPUTS,
-    TOKEN_FEATURES,
-    StepShape,
-    TensorSpec,
-)
+from specexport_runtime.abi import ALIGNED_STEP_INPUTS, STEP_INPUTS, TOKEN_FEATURES, StepShape, TensorSpec
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors.base import Int64Array, StepBuffers
 

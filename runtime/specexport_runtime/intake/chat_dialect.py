@@ -79,11 +79,7 @@ class ChatDialect:
         ]
         try:
             text = render_chat(
-                self.template,
-                messages,
-                self._special_tokens,
-                add_generation_prompt=False,
-                tools=[ANY_TOOL],
+                self.template, messages, self._special_tokens, add_generation_prompt=False, tools=[ANY_TOOL]
             )
         except InvalidRequestError:
             return ""

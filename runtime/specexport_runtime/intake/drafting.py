@@ -142,11 +142,7 @@ def resolve_lookahead(requested: Lookahead | None, *, built: int, default: int) 
 def resolve_draft_plan(
     options: RequestOptions, abilities: Abilities, defaults: DraftDefaults, *, is_repeatable: bool = False
 ) -> DraftPlan:
-    """The ways to draft for one request; ``InvalidRequestError`` if its options contradict each other or the abilities.
-
-    What ``auto`` drafts depends on other requests, and with it the sampled text of a seed: a request that
-    ``is_repeatable`` has to ask for it, whatever the engine's default is.
-    """
+    """The ways to draft for a request; a repeatable one gets ``auto``, which others change, only if it asks."""
     check_names(options)
     plan = _resolve_stages(options, abilities, defaults, is_repeatable=is_repeatable)
     size = _resolve_tree_size(asked := options.get("tree_size"), plan, abilities)

@@ -107,7 +107,8 @@ class CallGrammar:
         schemas = [_ANY_OBJECT if is_free and not each.strict else each.schema for each in functions]
         several = choice.parallel and choice.name is None
         names = [function.name for function in functions]
-        rules = "".join(f"arguments_{i}: {self._json(schema)}\n" for i, schema in enumerate(schemas))
+        apart = {"item_separator": self.style.item, "key_separator": self.style.key}
+        rules = "".join(f"arguments_{i}: {_json_rule(schema, **apart)}\n" for i, schema in enumerate(schemas))
         if is_free:
             return self._free(names, several=several) + rules
         opener = self.mark(self.format.openers[0]) if self.format.openers and not self.format.starts else ""
@@ -116,7 +117,7 @@ class CallGrammar:
         if answer is None:
             return f"start: calls\n{calls}{rules}"
         # Beside a call, the answer is compact, as it is without functions.
-        return f"start: calls | answer\nanswer: {_compact(answer)}\n{calls}{rules}"
+        return f"start: calls | answer\nanswer: {_json_rule(answer)}\n{calls}{rules}"
 
     def mark(self, text: str) -> str:
         """A marker in Lark: its token if it has one, otherwise its text."""
@@ -152,13 +153,6 @@ class CallGrammar:
         return f"start: calls | TEXT{tagged}\nTEXT: {_ANY_TEXT} & ~/({heads})(.|\\n)*/{without}\n" + self.format.rules(
             names, self.style, self.mark, opener="", several=several
         )
-
-    def _json(self, schema: Mapping[str, Any]) -> str:
-        return _json_rule(schema, item_separator=self.style.item, key_separator=self.style.key)
-
-
-def _compact(schema: Mapping[str, Any]) -> str:
-    return _json_rule(schema)
 
 
 def _json_rule(schema: Mapping[str, Any], **separators: str) -> str:

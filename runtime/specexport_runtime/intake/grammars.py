@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, pip_install
 from specexport_runtime.intake.plain_tokens import PlainTokens
+from specexport_runtime.intake.trial import UNTRIED, Trial, on_deep_stack
+from specexport_runtime.intake.watched import Watched
 from specexport_runtime.sampling.grammar import Grammar, reason_of
-from specexport_runtime.sampling.schema_rules import MAX_JOINED, joined_fault
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import GrammarAfterThinking
 
@@ -121,6 +122,7 @@ class GrammarCompiler:
         self._reading = threading.Lock()  # of the vocabulary, which is read once
         self._known: Any = None
         self._plain: PlainTokens
+        self._trial = Trial(self._vocabulary)
         self._compiled: OrderedDict[tuple[str, str], Future[Any]] = OrderedDict()
 
     def has(self, form: StructuredOutputs) -> bool:
@@ -128,6 +130,10 @@ class GrammarCompiler:
         with self._lock:
             found = self._compiled.get((form.kind, form.text))
         return found is not None and found.done()
+
+    def close(self) -> None:
+        """End the process in which forms are tried; another starts when it is wanted."""
+        self._trial.close()
 
     def compile(self, form: StructuredOutputs, *, follows_text: bool = True) -> Grammar:
         """The grammar of a text that has yet to begin; ``InvalidRequestError`` if the form is unknown or too large."""
@@ -170,7 +176,8 @@ class GrammarCompiler:
                 found.set_exception(error)
         matcher = found.result()
         with self._lock:
-            return matcher.deep_copy()
+            own = matcher.deep_copy()
+        return own if len(form.text) <= UNTRIED else Watched(own)
 
     def _compile(self, form: StructuredOutputs) -> Any:
         try:
@@ -191,23 +198,33 @@ class GrammarCompiler:
             raise _refused(form, str(error)) from None
         if form.kind == "grammar":
             self._check_ends(form.text)
-            _check_joined(form.text)
+        if (fault := self._trial.fault_of(text)) is not None:
+            raise _refused(form, fault)
         limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
-        has_failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._known, limits=limits)
-        if has_failed or messages:  # a warning is of something that would not be honoured
-            raise _refused(form, messages[0])
-        matcher = LLMatcher(self._known, text, limits=limits, log_level=0)
-        if matcher.is_error():
-            raise _refused(form, matcher.get_error())
+
+        def compile_it() -> tuple[Any, bool]:
+            has_failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._known, limits=limits)
+            if has_failed or messages:  # a warning is of something that would not be honoured
+                raise _refused(form, messages[0])
+            matcher = LLMatcher(self._known, text, limits=limits, log_level=0)
+            if matcher.is_error():
+                raise _refused(form, matcher.get_error())
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            return matcher, not first.is_error()
+
+        matcher, begins = on_deep_stack(compile_it)
         self._check_spelling(form)
-        first = matcher.deep_copy()
-        first.compute_bitmask()
-        if first.is_error():
+        if not begins:
             raise InvalidRequestError(
                 f"structured_outputs.{form.kind}: this model has no tokens for how such a text begins.",
                 "change it, or leave it out.",
             )
         return matcher
+
+    def _vocabulary(self) -> dict[str, Any]:
+        named = {token: self._plain.tokens[token].decode("latin-1") for token in self._plain.special_token_ids}
+        return {"size": self._vocab_size, "ends": self._eos, "named": named, "limits": _LIMITS}
 
     def _check_ends(self, lark: str) -> None:
         """A token that ends the text is no part of it."""
@@ -245,15 +262,6 @@ def _grammar_text(matcher: Any, form: StructuredOutputs) -> str:
     else:
         made = matcher.grammar_from_lark(form.text)
     return made
-
-
-def _check_joined(lark: str) -> None:
-    """Bound what a text of a grammar is held to at once: a matcher's work doubles with each."""
-    faults = [fault for kind, text in _parts(lark) if kind == "schema" and (fault := joined_fault(json.loads(text)))]
-    if _PART.sub("", lark).count("&") >= MAX_JOINED:
-        faults.append(f"it has more than {MAX_JOINED - 1} '&'")
-    if faults:
-        raise InvalidRequestError(f"structured_outputs.grammar: {faults[0]}.", "change it, or leave it out.")
 
 
 def _refused(form: StructuredOutputs, message: str) -> InvalidRequestError:

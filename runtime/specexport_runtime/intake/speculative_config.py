@@ -10,11 +10,7 @@ from specexport_runtime.drafters.model import DEFAULT_LOOKAHEAD
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.checks import check_match_length
-from specexport_runtime.intake.drafting import (
-    DraftDefaults,
-    Lookahead,
-    resolve_lookahead,
-)
+from specexport_runtime.intake.drafting import DraftDefaults, Lookahead, resolve_lookahead
 
 METHODS = {**{name: kind.method for name, kind in KINDS.items()}, "chained": "chained", "auto": "auto", "none": "none"}
 """vLLM's name of each way to draft, and ours where vLLM has none."""

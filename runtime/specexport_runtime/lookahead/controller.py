@@ -259,7 +259,7 @@ class Controller:
         elif reading >= _MUCH * promised:
             now.readings[drafter] = reading, self._learned.draft_ratio(drafter, rows) * promised, seconds
 
-    def took(self, requests: "Sequence[Request]", drafted: int, seconds: float) -> None:
+    def took(self, drafted: int, seconds: float) -> None:
         """A round is over, and all its drafts were observed; verification of ``drafted`` draft tokens took so long."""
         now, rows = self._round, self._round.load.num_rows
         watched = self._is_watching or now.draft_seconds or now.readings
@@ -269,9 +269,7 @@ class Controller:
                 mended = self._learned.draft_ratio(reading_of(name), rows) * reading
                 now.draft_seconds[reading_of(name)] = reading, all_of_it * mended / (mended + steps)
             self._learned.observe(taken)
-        # Costs are fixed while a sampled request has its lengths chosen.
-        if all(req.sampler.is_greedy for req in requests if req.adaptive):
-            self._learned.adopt()
+        self._learned.adopt()
 
     def observe(self, request: "Request", proposal: Proposal, before: int, accepted: int, *, rejected: bool) -> None:
         """How many of its tests the chain of an adaptive request's draft passed, and whether one failed.

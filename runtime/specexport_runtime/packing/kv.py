@@ -106,13 +106,6 @@ class KvArena:
             raise SpecexportError(f"KV row {row}: cannot take over {kv_len} entries, it has {self._kv_lens[row]}.")
         self._kv_lens[row] = self._written[row] = kv_len
 
-    def assume(self, row: int, kv_len: int, pending: int = 0) -> None:  # noqa: ARG002
-        """For measuring: say that ``row`` has ``kv_len`` entries, the last ``pending`` not in its state."""
-        missing = kv_len - self.kv_len(row)
-        if missing > 0:
-            self.write(row, [missing])
-        self.commit(row, kv_len)
-
     def release(self, row: int) -> None:
         """Forget everything in ``row``."""
         self._kv_lens[row] = self._written[row] = 0
@@ -285,14 +278,6 @@ class StateArena(KvArena):
             raise SpecexportError(f"KV row {row}: a state of {state_len} tokens does not fit {kv_len} entries.")
         super().restore(row, kv_len)
         self._state_at[row] = state_len
-
-    def assume(self, row: int, kv_len: int, pending: int = 0) -> None:
-        """See ``KvArena.assume``; SpecexportError also if so many cannot wait."""
-        if not 0 <= pending <= min(kv_len, self.num_pending):
-            raise SpecexportError(f"KV row {row}: {pending} of {kv_len} tokens cannot wait, {self.num_pending} can.")
-        self._state_at[row] = 0
-        super().assume(row, kv_len)
-        self._state_at[row] = kv_len - pending
 
     def release(self, row: int) -> None:
         """See ``KvArena.release``."""

@@ -47,7 +47,8 @@ class Replica:
         )
         app = create_app(self._engine, self.config)
         state = app.state.server
-        mirror_metrics(None if state.metrics is None else state.metrics.registry)
+        if state.metrics is not None:
+            MetricsMirror(state.metrics.registry).start()
         self._app = with_headers(app, (REPLICA_HEADER, replica_name().encode()))
 
     @property
@@ -159,12 +160,6 @@ def replica_name() -> str:
     from ray import serve
 
     return str(serve.get_replica_context().replica_tag)
-
-
-def mirror_metrics(registry: Any) -> None:
-    """Hand an engine's metrics to Ray's, if it has any."""
-    if registry is not None:
-        MetricsMirror(registry).start()
 
 
 class MetricsMirror:

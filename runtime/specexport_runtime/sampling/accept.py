@@ -73,10 +73,7 @@ def first_refused(
     target_distribution: Callable[[int], Law],
     draws: Callable[[int], Draws],
 ) -> tuple[int, Law, int | None]:
-    """The place of the first token that :func:`accept_sampled` refuses, K if it takes all; q there, and what it gives.
-
-    None: what it gives is drawn from a residual.
-    """
+    """The first place that :func:`accept_sampled` refuses, q there, and what it gives (None: a residual's draw)."""
     for j, token in enumerate(drafted):
         target = target_distribution(j)
         draft = None if draft_distributions is None else draft_distributions[j]

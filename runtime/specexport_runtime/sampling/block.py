@@ -8,13 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
-from specexport_runtime.sampling.accept import (
-    Verdict,
-    accept_sampled,
-    draft_probability,
-    normalised,
-    surplus,
-)
+from specexport_runtime.sampling.accept import Verdict, accept_sampled, draft_probability, normalised, surplus
 from specexport_runtime.sampling.distribution import Law, sample_token
 from specexport_runtime.sampling.rng import Draws
 

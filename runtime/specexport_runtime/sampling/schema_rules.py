@@ -1,8 +1,7 @@
 """What no schema of a request may have: settings of the matcher, and references that come back to themselves.
 
 The matcher reads settings out of a schema (``x-guidance``), with which a text would be no JSON; and it stops in the
-middle of a text where a value is nothing but a reference to itself. Its work doubles with each pattern that one text is
-held to, and grows with the square of an object's optional properties: both are bounded.
+middle of a text where a value is nothing but a reference to itself.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,10 +18,6 @@ _LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 _DEFINITIONS = frozenset({"$defs", "definitions"})
 _MAPS = _DEFINITIONS | {"properties", "patternProperties", "dependentSchemas"}
 """Keywords that give schemas by names. Everything else is data: a key in it is no keyword."""
-_OWN = frozenset({"pattern", "properties", "patternProperties", "additionalProperties", "items", "prefixItems"})
-MAX_JOINED = 16
-"""Most patterns that one text may be held to, as far as that is known without joining schemas."""
-MAX_OPTIONAL = 2000
 _DIGITS = 10  # no index in a list has more
 
 
@@ -57,7 +52,8 @@ def fault_of(schema: Any) -> str | None:
 
     The work grows as the schema does, whatever refers to what in it.
     """
-    anchors = _anchors(schema)
+    named = [each for each in _objects(schema) if isinstance(each.get("$anchor"), str)]
+    anchors = {each["$anchor"]: each for each in reversed(named)}  # the first of a name
     for part in _parts(schema, anchors):
         if found := MATCHER_KEYS & part.schema.keys():
             return f"{part.name} has {min(found)!r}, a setting of the matcher and no keyword"
@@ -66,33 +62,7 @@ def fault_of(schema: Any) -> str | None:
     for part in used:
         if id(part.schema) not in begun and "$ref" in part.schema:
             return f"{part.name} refers to {part.schema['$ref']!r}, which comes back to itself with nothing of a value"
-    return _too_much(used)
-
-
-def joined_fault(schema: Any) -> str | None:
-    """As :func:`fault_of`, of what would be too much for a matcher alone."""
-    return _too_much(list(_parts(schema, _anchors(schema), only_used=True)))
-
-
-def _too_much(used: list[_Part]) -> str | None:
-    for part in used:
-        given, required = part.schema.get("properties"), _list_of(part.schema, "required")
-        optional = (
-            given.keys() - {each for each in required if isinstance(each, str)} if isinstance(given, dict) else ()
-        )
-        if len(optional) > MAX_OPTIONAL:
-            return f"{part.name} has {len(optional)} properties that are not required, and {MAX_OPTIONAL} are taken"
-    patterns = sum("pattern" in part.schema for part in used)
-    if patterns > MAX_JOINED and any(_joins(part.schema) for part in used):
-        return (
-            f"the schema has {patterns} patterns and joins schemas ('allOf' or the like): {MAX_JOINED} are taken then"
-        )
     return None
-
-
-def _anchors(schema: Any) -> dict[str, Any]:
-    named = [each for each in _objects(schema) if isinstance(each.get("$anchor"), str)]
-    return {each["$anchor"]: each for each in reversed(named)}  # the first of a name
 
 
 def _parts(schema: Any, anchors: Mapping[str, Any], *, only_used: bool = False) -> Iterator[_Part]:
@@ -147,12 +117,6 @@ def _begun(parts: list[_Part]) -> set[int]:
                 left[owners[number]] -= 1
                 begun += [] if left[owners[number]] else [owners[number]]
     return set(begun)
-
-
-def _joins(schema: Mapping[str, Any]) -> bool:
-    """Whether a value is held to several schemas."""
-    others = sum(key in schema for key in ("$ref", "anyOf", "oneOf")) + len(_list_of(schema, "allOf"))
-    return others + (not _OWN.isdisjoint(schema)) > 1
 
 
 def _list_of(schema: Mapping[str, Any], key: str) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope
 
+from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.server.config import ServerConfig, is_loopback_name
 from specexport_runtime.server.errors import ApiError, unavailable
 from specexport_runtime.server.page import find_page
@@ -55,7 +56,7 @@ class Admission:
             check_content(headers)
             self._check_length(headers)
         if scope["method"] == "POST":
-            check_state(state)
+            ready_engine(state)
         return owner
 
     def _check_host(self, headers: Headers) -> None:
@@ -106,12 +107,13 @@ def check_content(headers: Headers) -> None:
         raise ApiError(415, "a compressed body is not taken: send it as it is.", code="compressed")
 
 
-def check_state(state: ServerState) -> None:
-    """New work is taken while the server is ready; an ``ApiError`` while the model loads, or the server ends."""
+def ready_engine(state: ServerState) -> AsyncSpecEngine:
+    """The engine; ``ApiError`` 503 if it is not loaded yet, or the server shuts down."""
     if state.draining:
         raise unavailable("draining", "The server is shutting down.")
     if state.engine is None:
         raise unavailable("loading", "The model is being loaded.")
+    return state.engine
 
 
 def host_name(value: bytes) -> str:

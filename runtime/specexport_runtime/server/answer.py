@@ -5,18 +5,19 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from specexport_runtime.async_engine import MOST_AT_A_TIME, AsyncRequest, AsyncSpecEngine
+from specexport_runtime.async_engine import MOST_AT_A_TIME, AsyncRequest, AsyncSpecEngine, Lane
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.requests.results import GenerationResult, StreamChunk, StreamPiece
 from specexport_runtime.server.errors import ApiError, as_api_error, client_gone, timed_out, unavailable
 from specexport_runtime.server.json_text import LongList
 from specexport_runtime.server.log_format import fields
-from specexport_runtime.server.responses import prompt_logprobs_json, prompt_pieces, usage_of
+from specexport_runtime.server.responses import AnswerFormat, prompt_logprobs_json, prompt_pieces, usage_of
+from specexport_runtime.server.responses_format import ResponsesFormat
 from specexport_runtime.server.sse import EventStream
 from specexport_runtime.server.token_text import TokenTexts
 from specexport_runtime.server.translate import Plan
@@ -34,37 +35,8 @@ class News(NamedTuple):
     ended: bool = False
 
 
-class AnswerForm(Protocol):
-    """JSON of one answer of an endpoint; see ``responses.AnswerFormat``."""
-
-    closes_briefly: bool  # the events that end a stream repeat nothing
-
-    def opening(self, index: int, echo: str) -> bytes:
-        """The events before the first token of a choice."""
-
-    def chunk(
-        self,
-        index: int,
-        pieces: Sequence[StreamPiece],
-        finish: str | None,
-        drafted: int,
-        usage: dict[str, Any] | None = None,
-    ) -> bytes:
-        """The events of what one choice got."""
-
-    def closing(self, usage: dict[str, Any]) -> bytes:
-        """The events that end a stream."""
-
-    def failure(self, error: ApiError) -> bytes:
-        """The events that end a stream that failed."""
-
-    def choice(self, index: int, text: str, pieces: Sequence[StreamPiece], finish: str) -> dict[str, Any]:
-        """One choice of an answer that is not streamed."""
-
-    def whole(
-        self, choices: list[dict[str, Any]], usage: dict[str, Any], prompt_logprobs: list[Any] | None = None
-    ) -> bytes:
-        """An answer that is not streamed."""
+AnswerForm = AnswerFormat | ResponsesFormat
+"""JSON of one answer, as an endpoint has it."""
 
 
 class Prepared(NamedTuple):
@@ -141,8 +113,8 @@ class Answer(Response):
         if num_entries <= _FEW:
             body = self._whole(requests)
         else:  # other clients should not wait while they are written
-            work, is_brief = partial(self._whole, requests), num_entries <= _MANY
-            body = await self._engine.aside(work, self._owner, is_brief=is_brief, is_taken=True)
+            lane: Lane = "brief" if num_entries <= _MANY else "long"
+            body = await self._engine.aside(partial(self._whole, requests), self._owner, lane=lane, is_taken=True)
         await Response(body, media_type="application/json")(scope, receive, send)
 
     def _num_entries(self) -> int:

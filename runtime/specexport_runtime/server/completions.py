@@ -10,10 +10,10 @@ from fastapi import APIRouter, Request, Response
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
+from specexport_runtime.server.admission import ready_engine
 from specexport_runtime.server.answer import Answer, AnswerForm, Prepared
 from specexport_runtime.server.answer_schema import CompletionAnswer
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.errors import unavailable
 from specexport_runtime.server.parsing import bytes_of, parse_body, request_body, responses
 from specexport_runtime.server.prompt_tokens import beside
 from specexport_runtime.server.protocol import CompletionRequest, Sampling
@@ -39,15 +39,6 @@ async def create_completion(request: Request) -> Response:
     """Complete one prompt or several."""
     form_of = lambda _, plan: partial(CompletionFormat, include_usage=plan.include_usage)  # noqa: E731
     return await answer(request, "cmpl-", CompletionRequest, plan_completion, form_of)
-
-
-def ready_engine(state: ServerState) -> AsyncSpecEngine:
-    """The engine; ``ApiError`` 503 if it is not loaded yet, or the server shuts down."""
-    if state.draining:
-        raise unavailable("draining", "The server is shutting down.")
-    if state.engine is None:
-        raise unavailable("loading", "The model is being loaded.")
-    return state.engine
 
 
 def owner_of(request: Request) -> str:
@@ -87,7 +78,7 @@ async def answer(
 
     async def prepare() -> Prepared:
         body = await beside(service, owner, len(data), partial(parse_body, data, model))
-        return await beside(service, owner, len(data), partial(plan, body), is_slow=may_compile(body))
+        return await beside(service, owner, len(data), partial(plan, body), compiles=may_compile(body))
 
     return Answer(service, owner, prepare, state.config.request_timeout_s)
 

@@ -18,7 +18,6 @@ from specexport_runtime.server.guard import overloaded
 LAST_WORDS_S = 5.0
 """How long clients may take to read the end of their answers when the server ends."""
 _FILES_BESIDES_CONNECTIONS = 256
-_BACKLOG = 128  # accepted in one go, between two of which nobody is answered: 12 ms
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -36,7 +35,7 @@ def bind(config: ServerConfig) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
         _find_dead_clients(listener)
         listener.bind(address)
-        listener.listen(_BACKLOG)  # here: two sockets can be bound to one port, but not listen
+        listener.listen(config.max_connections)  # here: two sockets can be bound to one port, but not listen
     except OSError as error:
         listener.close()
         raise _bind_error(config, error) from None
@@ -101,7 +100,7 @@ def http_server(app: Any, config: ServerConfig, log_config: dict[str, Any] | Non
         access_log=False,
         server_header=False,
         proxy_headers=False,  # addresses are only logged; no proxy is trusted with them
-        backlog=_BACKLOG,
+        backlog=config.max_connections,
         timeout_graceful_shutdown=int(LAST_WORDS_S),
     )
     return _Server(options)

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-from specexport_runtime.errors import SpecexportError
+from specexport_runtime.errors import RequestFailedError, SpecexportError
 
 current_state: ContextVar[Mapping[str, Any]] = ContextVar("current_state", default={})  # noqa: B039 never written to
 """``scope["state"]`` of the request that the running task serves: what is logged meanwhile gets its id."""
@@ -95,7 +95,8 @@ def _describe(error: BaseException) -> dict[str, Any]:
     chain = list(_with_causes(error))[::-1]
     stack = "".join("".join(traceback.format_list(traceback.extract_tb(e.__traceback__))) + _name(e) for e in chain)
     described = {"error": type(error).__name__, "stack": stack}
-    return described | ({"error_message": str(error)} if isinstance(error, SpecexportError) else {})
+    is_ours = isinstance(error, SpecexportError) and not isinstance(error, RequestFailedError)  # it repeats its cause
+    return described | ({"error_message": str(error)} if is_ours else {})
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.async_engine import AsyncSpecEngine, Lane
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.results import Prompt
@@ -18,12 +18,13 @@ _SHORT, _LONG = 2000, 2**15
 
 
 async def beside(
-    service: AsyncSpecEngine, owner: str, length: int, work: Callable[[], T], *, is_slow: bool = False
+    service: AsyncSpecEngine, owner: str, length: int, work: Callable[[], T], *, compiles: bool = False
 ) -> T:
     """The result of work on a body of so many bytes, done where it keeps no other client waiting."""
-    if length <= _SHORT and not is_slow:
+    if length <= _SHORT and not compiles:
         return work()
-    return await service.aside(work, owner, is_brief=length <= _LONG and not is_slow)
+    lane: Lane = "forms" if compiles else "brief" if length <= _LONG else "long"
+    return await service.aside(work, owner, lane=lane)
 
 
 def encode(

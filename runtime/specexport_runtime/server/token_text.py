@@ -25,7 +25,8 @@ class TokenTexts:
         self._tokenizer = tokenizer
         kinds = {step["type"] for step in decoder_steps(tokenizer)}
         self._is_byte_level, self._has_byte_tokens = "ByteLevel" in kinds, "ByteFallback" in kinds
-        self._added = {token: str(added) for token, added in _added_tokens(tokenizer).items()}
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token: str(each.content).rstrip(TWIN_MARK) for token, each in added.items()}
         self._known: dict[int, TokenText] = {}
 
     def __getitem__(self, token: int) -> TokenText:
@@ -56,10 +57,6 @@ class TokenTexts:
         one, two = (self._tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
         added: str = two[len(one) :] if two.startswith(one) else one
         return added
-
-
-def _added_tokens(tokenizer: "Tokenizer") -> dict[int, str]:
-    return {token: added.content.rstrip(TWIN_MARK) for token, added in tokenizer.get_added_tokens_decoder().items()}
 
 
 def _token_text(data: bytes) -> TokenText:

@@ -10,8 +10,9 @@ from pydantic import Field
 
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.requests.token_bytes import name_of, text_of
+from specexport_runtime.server.admission import ready_engine
 from specexport_runtime.server.answer import request_life
-from specexport_runtime.server.completions import owner_of, ready_engine
+from specexport_runtime.server.completions import owner_of
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import dialect_of, read_prompt, tools_of
 from specexport_runtime.server.errors import ERROR_RESPONSES, invalid

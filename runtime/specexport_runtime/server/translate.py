@@ -1,7 +1,7 @@
 """From a checked body to requests of the engine; what the server or the engine does not take is refused here."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.intake.drafting import RequestOptions, RequestSpec
@@ -13,12 +13,7 @@ from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import Conversation, read_conversation
 from specexport_runtime.server.errors import invalid, over_limit, shown, unsupported
 from specexport_runtime.server.models import adapter_of
-from specexport_runtime.server.prompt_tokens import (
-    check_prompt,
-    check_reference,
-    encode,
-    max_tokens_of,
-)
+from specexport_runtime.server.prompt_tokens import check_prompt, check_reference, encode, max_tokens_of
 from specexport_runtime.server.protocol import ChatRequest, Choices, CompletionRequest, Sampling, join_text
 from specexport_runtime.server.responses import check_entries, most_tokens
 from specexport_runtime.server.structured import form_of
@@ -233,20 +228,12 @@ def _reference(body: CompletionRequest | ChatRequest, engine: SpecEngine) -> lis
 
 def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None, owner: str) -> RequestOptions:
     """How to draft, for whom, and when; a reference implies that it is copied from."""
-    asked = body.speculative
     drafting: RequestOptions = {"owner": owner, "priority": body.priority or 0}
     if reference is not None:
         drafting["drafter"] = "lookup" if engine.draft is None and engine.head is None else "chained"
-    if asked is not None and asked.drafter is not None:
-        drafting["drafter"] = asked.drafter
-    if asked is not None and asked.num_speculative_tokens is not None:
-        drafting["num_speculative_tokens"] = asked.num_speculative_tokens
-    if asked is not None and asked.acceptance is not None:
-        drafting["acceptance"] = asked.acceptance
-    if asked is not None and asked.tree_size is not None:
-        drafting["tree_size"] = asked.tree_size
-    if asked is not None and asked.remember is not None:
-        drafting["remember"] = asked.remember
+    names = ("drafter", "num_speculative_tokens", "acceptance", "tree_size", "remember")
+    given = {name: value for name in names if (value := getattr(body.speculative, name, None)) is not None}
+    drafting.update(cast(RequestOptions, given))
     if owner or body.cache_salt is not None:  # a key's digest has no slash: no client can name another's scope
         drafting["cache_salt"] = f"{owner}/{body.cache_salt or ''}"
     return drafting

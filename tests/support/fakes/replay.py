@@ -161,7 +161,7 @@ def replay(
                 if controller is not None:
                     controller.observe(seq, proposal, before, accepted, rejected=accepted < k)
             if controller is not None:
-                controller.took(some, sum(counts), seconds)
+                controller.took(sum(counts), seconds)
     return clock.now - begun
 
 
