@@ -117,8 +117,7 @@ class LearnedCosts:
         if steps is None or not steps.lately[-1].drafted:
             return False
         steps.asked += 1
-        is_new = steps.pairs < _PAIRS and _EXTRA not in self._ratios
-        return not steps.asked % _OFTEN if is_new else steps.same >= _SELDOM
+        return not steps.asked % _OFTEN if steps.pairs < _PAIRS else steps.same >= _SELDOM
 
     def observe(self, taken: RoundSeconds) -> None:
         """A round was executed. Changes nothing by itself, see :meth:`adopt`."""

@@ -36,7 +36,7 @@ _WATCHED, _WATCH_EVERY = 64, 4
 """So many rounds are compared with what was promised, later every fourth: it takes a tenth of a millisecond."""
 _HARDLY, _MUCH = 0.1, 0.5
 """What a draft reads first belongs to its steps up to this share of them; a larger share is counted apart."""
-_QUIET, _REFUSED = 64, 4
+_QUIET, _REFUSED = 64, 16
 """Most rounds without asking drafters again, where none drafted or the account refused a probe."""
 _BUCKET = 64  # cache entries a row that count as the same circumstances
 _BYPASS = Allowed(0, "bypass", 1.0)
@@ -116,7 +116,8 @@ class Controller:
         if total := sum([ask.count for ask in asks]):
             seconds = stage.draft_seconds([ask.count for ask in asks]) + now.verify(total)[-1] - now.verify(0)[0]
             for ask in asks:
-                ask.memory.price = stage.catch_up(ask) + stage.each_round, seconds / total
+                both = stage.catch_up(ask) + stage.each_round, seconds / total
+                ask.memory.price = (0.0, 0.0) if ask.is_probe else both  # which is paid
         now.grant(asks)
         self._let_branch(stage)
         return allowed
@@ -295,7 +296,7 @@ class Controller:
                 memory.sure.observe(own, rejected=rejected and failed)
                 plain, (reading, each) = self._round.plain, memory.price
                 gained = own / self._round.load.num_ready - each * proposal.num_own / plain
-                memory.drafter.account.settle(0.0 if is_new else reading / plain, gained, is_probe=memory.is_probing)
+                memory.drafter.account.settle(0.0 if is_new else reading / plain, gained)
                 memory.tested(self._round.number, passed=own > 0)
                 if self._known[name].traits.has_own_cache:
                     memory.read = min(before + min(proposal.last_own, accepted), len(request.tokens) - 1)

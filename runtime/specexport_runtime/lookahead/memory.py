@@ -67,13 +67,13 @@ class DraftAccount:
         """So much was gained, or lost if it is negative."""
         self.balance = min(max(self.balance + rounds, _LEAST), _MOST)
 
-    def settle(self, reading: float, gained: float, *, is_probe: bool) -> None:
-        """A draft was tested. Probes and reading are risks; what others lose teaches, and takes what was gained."""
-        self.book((gained if is_probe else max(gained, -max(self.balance, 0.0))) - reading)
+    def settle(self, reading: float, gained: float) -> None:
+        """A draft was tested. Reading is a risk; what drafts lose teaches, and takes no more than was gained."""
+        self.book(max(gained, -max(self.balance, 0.0)) - reading)
 
-    def affords(self, rounds: float = 0.0, risked: float = 0.0) -> bool:
-        """Whether it may try something that loses so much at most, where so much is risked already."""
-        return self.balance - risked >= min(rounds, _MOST) and rounds <= -_LEAST
+    def affords(self, rounds: float = 0.0) -> bool:
+        """Whether it may try something that loses so much at most."""
+        return self.balance >= min(rounds, _MOST) and rounds <= -_LEAST
 
 
 class StageMemory:
@@ -90,6 +90,11 @@ class StageMemory:
         self.shadow: tuple[int, int] | None = None
         self.looked: Proposal | None = None  # with all branches that there were to choose from in this round
         self.copied: tuple[int, Sequence[float]] = (-1, ())  # the last copy's round and chances, for a trace
+
+    def probes(self, now: int, lost: float) -> None:
+        """It tries a token, which loses so many rounds if it fails."""
+        self.is_probing, self.due = True, now + _WAIT
+        self.drafter.account.book(-lost)
 
     def tested(self, now: int, *, passed: bool) -> None:
         """Its draft was tested. One that does not pay is tried again later, at once if it was a probe that passed."""

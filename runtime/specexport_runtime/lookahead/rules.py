@@ -32,10 +32,8 @@ def nothing_is_read_in_vain(stage: Stage) -> None:
     What pays for a few rows may not pay for many, and what paid for other texts may not pay for those of today.
     """
     full = stage.round.load.when_full()
-    if not stage.drafter.traits.has_own_cache:
-        return
     least = (1 + _WORTH_READING) * stage.round.plain_rate(full)
-    for ask in stage.candidates:
+    for ask in stage.candidates if stage.drafter.traits.has_own_cache else ():
         if not ask.memory.read:
             pays = full is None or any(rate > least for _, rate in stage.rates(ask, full))
             ask.is_out = not pays or not ask.memory.drafter.account.affords()
@@ -101,16 +99,15 @@ def probes_are_cheap(stage: Stage) -> None:
     if not due:
         return
     target, draft = now.verify(sum([ask.count for ask in asks]) + len(due)), stage.draft_step(len(stage.requests))
-    risked = 0.0
     for ask in due:
         taken = sum([each.count for each in asks])
         rows = (stage.fixed[0] if stage.fixed else 0) + sum([each.count > 0 for each in asks])
         cost, reading = target[taken + 1] - target[taken] + draft[rows + 1] - draft[rows], stage.catch_up(ask)
         lost = (cost + reading + stage.each_round) / now.plain
-        affords = ask.memory.drafter.account.affords(lost, risked) and (not reading or _could_pay(stage, ask))
+        affords = ask.memory.drafter.account.affords(lost) and (not reading or _could_pay(stage, ask))
         if affords or (ask.memory.passed and not reading):
-            risked += lost
-            ask.count, ask.is_probe, ask.memory.is_probing, now.has_probe = 1, True, True, True
+            ask.count, ask.is_probe, now.has_probe = 1, True, True
+            ask.memory.probes(now.number, lost)
 
 
 def _could_pay(stage: Stage, ask: Ask) -> bool:
