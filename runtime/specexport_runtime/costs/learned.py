@@ -23,14 +23,12 @@ _T = TypeVar("_T")
 WRONG = 1.2
 """A ratio is mended when it is off by this factor."""
 _WINDOW, _LATELY = 128, 15  # samples that count for a ratio, and rounds for the level
-_NEW = 8  # samples from which a ratio is kept that agrees with what was promised
 _SEEN = 3  # rounds after which a drafter is no stranger here
 _OFTEN, _PAIRS, _SELDOM = 4, 12, 64
 """Every fourth draft is shorter until so many pairs of rounds differed; later one of 64 that were all as long."""
 _COMPARED, _ENOUGH = 4, 16
 """Pairs of rounds from which drafts are judged beside what their tokens add to a step, or rounds if few differed."""
 _SOON, _LATER = 48, 8  # every round is looked at first, then every eighth: many samples take longer to order
-_RATIOS, _DRAFTERS = "ratios", "drafters"
 _FADING = 0.75
 """What is left of the logarithm of a ratio in the next life if nothing confirmed it in this one."""
 _EXTRA, _READING = "target/drafts", "/reading"
@@ -90,7 +88,7 @@ class LearnedCosts:
         self._ratios: dict[str, dict[int, float]] = _read(known)
         self._due: dict[tuple[str, int], float] = {}
         self._keep, self._is_kept = keep, True
-        told = known.get(_DRAFTERS) if isinstance(known, dict) else None
+        told = known.get("drafters") if isinstance(known, dict) else None
         self.drafters: dict[str, Any] = told if isinstance(told, dict) else {}
         """What is remembered of each: JSON of an earlier life, or what gives this life's by ``to_json``."""
 
@@ -163,14 +161,11 @@ class LearnedCosts:
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, for the next life: a ratio that this one did not see fades to what sizes promise."""
-        ratios = {
-            name: {
-                str(size): ratio if (name, size) in self._samples else ratio**_FADING for size, ratio in each.items()
-            }
-            for name, each in self._ratios.items()
-        }
+        ratios = dict[str, dict[str, float]]()
+        for name, each in self._ratios.items():
+            ratios[name] = {str(k): v if (name, k) in self._samples else v**_FADING for k, v in each.items()}
         drafters = {name: each.to_json() if hasattr(each, "to_json") else each for name, each in self.drafters.items()}
-        return {_RATIOS: ratios, _DRAFTERS: drafters}
+        return {"ratios": ratios, "drafters": drafters}
 
     def _add(self, name: str, size: int, sample: _Sample) -> None:
         self._samples.setdefault((name, size), deque(maxlen=_WINDOW)).append(sample)
@@ -191,10 +186,8 @@ class LearnedCosts:
         found = min(max(_beyond(samples, used, deviations, share), least), _WIDEST)
         if max(found / used, used / found) > WRONG:
             self._due[name, size] = found
-            return
-        self._due.pop((name, size), None)
-        if name not in self._ratios and len(samples) >= _NEW:  # right, which the next life need not find out again
-            self._ratios[name] = {size: used}
+        else:
+            self._due.pop((name, size), None)
 
     def _ratio(self, name: str, num_rows: int) -> float:
         by_size = self._ratios.get(name) or self._ratios.get(name.removesuffix(_READING), {})
@@ -246,7 +239,7 @@ def _nearest(by_size: Mapping[int, _T], num_rows: int) -> _T | None:
 def _read(known: Any) -> dict[str, dict[int, float]]:
     """Ratios from JSON; none where it is damaged: it can be learned again."""
     try:
-        told = (known or {}).get(_RATIOS, {})
+        told = (known or {}).get("ratios", {})
         ratios = {str(name): {int(size): float(each[size]) for size in each} for name, each in told.items()}
     except (AttributeError, TypeError, ValueError):
         return {}
