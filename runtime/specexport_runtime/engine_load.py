@@ -157,6 +157,7 @@ def _load_costs(bundle: Bundle, backend: EngineBackend | None, options: EngineOp
     circumstances = {
         "bundle": bundle.manifest.build_key,
         "kernels": kernels,
+        "build": kernels and operators.build(),
         "threads": options.num_threads,
         "spin": options.spin,
         "cuda_graphs": options.cuda_graphs,

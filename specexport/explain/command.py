@@ -103,6 +103,7 @@ def _print(
     from specexport.explain.report import Pieces, make_table, summary_lines
     from specexport.explain.summary import summarize
     from specexport.report import print_json, print_report
+    from specexport_runtime.cli.output import describe_unused
 
     context = result.stats.num_prompt_tokens + result.stats.num_generated_tokens // 2
     summary = summarize(
@@ -125,7 +126,7 @@ def _print(
         print_json(record)
         return
     pieces = Pieces(lambda ids: engine.tokenizer.decode(list(ids), skip_special_tokens=False), _before(result))
-    lines = summary_lines(summary, result.stats.layer_choice)
+    lines = [*summary_lines(summary, result.stats.layer_choice), *describe_unused(result.stats.to_json())]
     if engine.token_map is not None:
         shared = engine.token_map.num_shared
         lines.append(f"The draft model has another vocabulary: it can say {shared} tokens of the target's.")

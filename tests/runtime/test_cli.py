@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from specexport_runtime.cli.command import runtime_cli
-from specexport_runtime.cli.output import describe_drafters
+from specexport_runtime.cli.output import describe_drafters, describe_unused
 from tests.support.cases.refusals import line_of
 
 PROMPT = "def read_lines(path):\n"
@@ -81,6 +81,16 @@ def test_stats_say_which_drafter_made_what(run):
     (line,) = plain.stderr.splitlines()
     assert "4 tokens in" in line
     assert "tokens in" not in plain.stdout
+
+
+def test_stats_say_why_a_drafter_was_not_used():
+    stats = {"rounds": 38, "drafters": {"draft-model": {"rounds": 2}, "suffix": {"rounds": 20}}}
+    unused = {"draft-model": (1.1, -3.24), "suffix": (0.8, 1.0), "self": (0.918, 0.5)}
+    assert describe_unused(stats | {"unused": unused}) == [
+        "draft-model sat out 36 of 38 rounds: it promised 1.10 of plain decoding's speed, "
+        "and its last drafts lost the time of 3.2 rounds",
+        "self sat out 38 of 38 rounds: it promised 0.92 of plain decoding's speed",
+    ]
 
 
 def test_colour_marks_where_tokens_came_from(run):

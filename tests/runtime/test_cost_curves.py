@@ -13,6 +13,7 @@ from specexport_runtime import user_cache
 from specexport_runtime.costs import curves as cost_curves
 from specexport_runtime.costs.curves import CostCurves, LayerShares, StepCost, load_costs
 from specexport_runtime.costs.learned import LearnedCosts, RoundSeconds
+from specexport_runtime.lookahead.memory import DrafterMemory
 
 COST = StepCost(
     reading=1.0, token=0.2, fixed=0.1, hidden=0.5, unchosen=0.4, unchosen_share=0.5, row=0.05, row_token=0.01, kv=0.01,
@@ -137,4 +138,20 @@ def test_no_cache_is_no_obstacle(cache, caplog):
     [None, [], {"target/drafts": 3}, {"target/drafts": {"x": 1.0}}, {"target/drafts": {"1": 1e9}}, {"a": {"1": None}}],
 )
 def test_damaged_ratios_are_forgotten(learned):
-    assert LearnedCosts(learned).extra_ratio(1) == 1.0
+    assert LearnedCosts({"ratios": learned}).extra_ratio(1) == LearnedCosts(learned).extra_ratio(1) == 1.0
+
+
+GOOD = {"account": -3.0, "tests": [4.0, 0.0], "fails": [1.0, 0.0]}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"account": None}, {"account": math.nan}, {"account": math.inf}, {"tests": [4.0]}, {"tests": [0.5, 0.0]},
+     {"fails": [-1.0, 0.0]}, {"fails": [math.nan, 0.0]}, {"fails": [[1.0], [0.0]]}],
+)  # fmt: skip
+def test_what_is_damaged_of_a_drafters_memory_is_forgotten(changed):
+    memory = DrafterMemory(2, kept=GOOD)
+    assert (memory.account.balance, memory.shared.tests, memory.shared.fails) == tuple(GOOD.values())
+    assert json.loads(json.dumps(memory.to_json())) == GOOD | {"tests": [2.0, 0.0], "fails": [0.5, 0.0]}  # it fades
+    for kept in (GOOD | changed, None, [], "x", {}):
+        assert DrafterMemory(2, kept=kept).to_json() == DrafterMemory(2).to_json()

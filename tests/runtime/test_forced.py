@@ -166,13 +166,13 @@ def test_what_is_learned_of_texts_with_a_grammar_or_by_another_rule_is_kept_apar
     sequences = sequences_with(lambda _: SamplingParams(max_tokens=50), PROMPTS[:2], adaptive=True)
     run(decoder, sequences)
     memory = decoder.lengths._drafters
-    assert set(memory) == {("draft-model", True, "block")}
-    assert not memory["draft-model", True, "block"].is_unknown
+    assert set(memory) == {"draft-model/True/block"}
+    assert not memory["draft-model/True/block"].is_unknown
     for rule in ("block", "token"):
         free = make_sequence(5, [1, 2], SamplingParams(max_tokens=30), adaptive=True, acceptance=rule)
         run(decoder, [free])
         assert free.stats.drafted
-        assert ("draft-model", False, rule) in memory
+        assert f"draft-model/False/{rule}" in memory
     assert len({id(each.shared) for each in memory.values()}) == len(memory) == 3
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.acceptance import RequestAcceptance, SharedAcceptance, match_slots
 from specexport_runtime.lookahead.controller import Controller
-from specexport_runtime.lookahead.memory import ProbeBudget, ProbeTimer
+from specexport_runtime.lookahead.memory import DraftAccount
 from specexport_runtime.lookahead.rules import StepTimes, allocate
 from specexport_runtime.requests.records import Proposal, StepLoad
 from tests.support.cases.chance import examples
@@ -107,29 +107,18 @@ def test_tests_behind_a_failed_one_never_count():
 # ---- bypass and probes ----
 
 
-def test_probes_back_off_and_a_success_brings_the_next_at_once():
-    timer, now, starts = ProbeTimer(0), 0, []
-    for passed in [False, False, False, True, False]:
-        while not timer.is_due(now):
-            now += 1
-        starts.append(now)
-        timer.is_probing = True
-        timer.note(now, passed=passed)
-    assert [b - a for a, b in itertools.pairwise([0, *starts])] == [16, 32, 64, 128, 1]
-    assert not timer.is_due(now + 15)
-    assert timer.is_due(now + 16)
-
-
 def test_probes_never_cost_more_than_their_share_of_plain_decoding():
-    budget, spent = ProbeBudget(), 0.0
+    account, spent = DraftAccount(), 0.0
     for _ in range(1000):
-        budget.earn(1.0)
-        spent += 0.7 if budget.spend(0.7) else 0
-    assert 9 < spent <= 10.5
-    assert not budget.spend(50.0)
+        account.book()
+        if account.affords(0.7):
+            spent += 0.7
+            account.book(-0.7)
+    assert 9 < spent <= 13
+    assert not account.affords(50.0)
     for _ in range(10_000):
-        budget.earn(1.0)
-    assert not budget.spend(9.0)  # what is not used is not kept for ever
+        account.book()
+    assert account.balance == 8  # what is not used is not kept for ever
 
 
 def rounds(lengths, sequences, passes, count, name="draft-model"):
@@ -223,12 +212,9 @@ def test_a_long_prompt_buys_no_probes():
     lengths = goodput_length(curves(), LOOKAHEAD)
     rounds(lengths, make_sequences(1, ["draft-model"]), lambda i, j: False, 40)
     (memory,) = lengths._drafters.values()
-    step = curves().target.seconds(1, 1)
-    while memory.budget.spend(0.001 * step):
-        pass
+    before = memory.account.balance
     lengths.begin_round(StepLoad(2, 500, 1, 600))
-    assert memory.budget.spend(0.005 * step)
-    assert not memory.budget.spend(0.01 * step)
+    assert memory.account.balance == before + 0.01
 
 
 def test_a_step_knows_how_many_rows_will_decode_soon():

@@ -39,7 +39,7 @@ def test_lookup_learns_from_copies_that_it_did_not_test():
     """A copy costs nothing to make: while none is tested, whether it would have passed is still seen."""
     lengths = goodput_length(curves(per_token=0.9), LOOKAHEAD)
     _, (seq,) = decode("good", 1, lengths=lengths, names=("lookup",), curve=curves(per_token=0.9), max_tokens=400)
-    memory = lengths._drafters["lookup", False, "block"]
+    memory = lengths._drafters["lookup/False/block"]
     assert sum(memory.shared.tests) > seq.stats.draft_rounds
 
 

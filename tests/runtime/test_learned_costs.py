@@ -174,7 +174,7 @@ def test_what_was_learned_is_kept_with_every_change_and_read_again():
         assert len(kept) == learned.version
         assert learned.adopt()
         assert kept[-1] == learned.to_json()
-    assert kept[0]["draft-model"]["1"] == pytest.approx(4.0, rel=0.2)
+    assert kept[0]["ratios"]["draft-model"]["1"] == pytest.approx(4.0, rel=0.2)
     learned.flush()  # nothing is new
     assert len(kept) == learned.version == 2
     again = LearnedCosts(json.loads(json.dumps(kept[0])))
@@ -191,3 +191,18 @@ def test_reading_is_told_apart_from_what_was_believed_of_it_because_of_the_steps
     learned.adopt()
     assert learned.draft_ratio(reading_of("draft-model"), 1) == pytest.approx(1.0, rel=0.2)
     assert learned.draft_ratio("draft-model", 1) > 3
+
+
+def test_a_ratio_that_nothing_confirms_fades_from_life_to_life():
+    ratios = {"draft-model": {"1": 2.0}, "target/drafts": {"1": 0.5}}
+    lives = [ratios]
+    for _ in range(8):
+        learned = LearnedCosts({"ratios": lives[-1]})
+        rounds(learned, 9, widths=(0,))
+        lives.append(learned.to_json()["ratios"])
+    assert LearnedCosts({"ratios": ratios}).draft_ratio("draft-model", 1) == 2.0
+    assert lives[-1]["draft-model"]["1"] < WRONG
+    assert lives[-1]["target/drafts"]["1"] > 1 / WRONG
+    learned = LearnedCosts({"ratios": ratios})
+    rounds(learned, 30, draft=2.0, extra=0.5)
+    assert learned.to_json()["ratios"] == ratios

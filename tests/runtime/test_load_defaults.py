@@ -13,6 +13,7 @@ from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.costs.learned import RoundSeconds
 from specexport_runtime.engine_options import OPTIONS, EngineOptions, make_options
+from specexport_runtime.executors import operators
 
 
 @pytest.fixture
@@ -47,6 +48,11 @@ def test_what_was_learned_last_is_kept_when_an_engine_is_closed(demo_bundle, tmp
     assert again.learned_costs is not None
     assert again.learned_costs.draft_ratio("draft-model", 1) == pytest.approx(9.0, rel=0.2)
     again.close()
+    monkeypatch.setattr(operators, "build", lambda: "another arithmetic")
+    other = SpecEngine.load(demo_bundle, num_threads=1, spin=False)
+    assert other.learned_costs is not None
+    assert other.learned_costs.draft_ratio("draft-model", 1) == 1.0
+    other.close()
 
 
 def test_without_limits_there_are_eight_rows(demo_bundle: Path) -> None:

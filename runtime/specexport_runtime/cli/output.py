@@ -122,6 +122,18 @@ def describe_drafters(drafters: dict[str, dict[str, int]], plain: int) -> str:
     return "; ".join([*parts, *([f"{format_rounds(plain)} without a draft"] if plain else [])])
 
 
+def describe_unused(stats: dict[str, Any]) -> list[str]:
+    """Why ``auto`` did without a drafter in most rounds; of ``RequestStats.to_json``."""
+    rounds, drafted = stats["rounds"], {name: each["rounds"] for name, each in stats["drafters"].items()}
+    return [
+        f"{name} sat out {rounds - drafted.get(name, 0)} of {format_rounds(rounds)}: "
+        f"it promised {promised:.2f} of plain decoding's speed"
+        + (f", and its last drafts lost the time of {-balance:.1f} rounds" if balance < 0 else "")
+        for name, (promised, balance) in stats["unused"].items()
+        if 2 * drafted.get(name, 0) < rounds
+    ]
+
+
 def format_rounds(count: int) -> str:
     """``1 round``, or more of them."""
     return f"{count} round" if count == 1 else f"{count} rounds"
@@ -149,6 +161,8 @@ def print_stats(stats: dict[str, Any]) -> None:
     if stats["drafters"]:
         plain = stats["rounds"] - sum(stats["accepted_histogram"].values())
         click.echo(describe_drafters(stats["drafters"], plain), err=True)
+    for line in describe_unused(stats):
+        click.echo(line, err=True)
     choice = stats["layer_choice"]
     if choice is not None:
         states = f", recurrence {choice['removed_recurrences']}" if choice["removed_recurrences"] else ""

@@ -17,7 +17,7 @@ from specexport_runtime.user_cache import cache_folder, read_json, write_json
 _LEAST_PRODUCTS = 0.1
 """Share of the products that is felt however long the reading takes."""
 
-SCHEMA = "specexport.costs/9"
+SCHEMA = "specexport.costs/10"
 
 
 @dataclass(frozen=True)

@@ -23,20 +23,21 @@ _T = TypeVar("_T")
 WRONG = 1.2
 """A ratio is mended when it is off by this factor."""
 _WINDOW, _LATELY = 128, 15  # samples that count for a ratio, and rounds for the level
-_NEW = 8  # samples from which a ratio is kept that agrees with what was promised
 _SEEN = 3  # rounds after which a drafter is no stranger here
 _OFTEN, _PAIRS, _SELDOM = 4, 12, 64
 """Every fourth draft is shorter until so many pairs of rounds differed; later one of 64 that were all as long."""
 _COMPARED, _ENOUGH = 4, 16
 """Pairs of rounds from which drafts are judged beside what their tokens add to a step, or rounds if few differed."""
 _SOON, _LATER = 48, 8  # every round is looked at first, then every eighth: many samples take longer to order
+_FADING = 0.75
+"""What is left of the logarithm of a ratio in the next life if nothing confirmed it in this one."""
 _EXTRA, _READING = "target/drafts", "/reading"
 """Under which the target's ratio stands among those of the drafters, and a drafter's of reading."""
 
 
-_CERTAIN, _CERTAIN_STEPS, _CERTAIN_READINGS = 2.4, 2.2, 1.7
+_CERTAIN, _CERTAIN_STEPS, _CERTAIN_READINGS = 2.4, 2.2, 1.9
 """Standard deviations of the order of samples that lie between a ratio and another: of what draft tokens add, of draft
-steps, of reading. Readings are long, and seldom: three that agree suffice, as do five steps."""
+steps, of reading. Readings are long, and seldom: four that agree suffice, as do five steps."""
 _SHARED = 0.6  # of samples from neighbouring rounds: each round is in two, and both mostly err to one side
 _WIDEST = 20.0  # a ratio is never mended beyond this
 _LEAST_EXTRA = 0.2  # the same for what draft tokens add: they are multiplied with all weights, however fast
@@ -87,6 +88,9 @@ class LearnedCosts:
         self._ratios: dict[str, dict[int, float]] = _read(known)
         self._due: dict[tuple[str, int], float] = {}
         self._keep, self._is_kept = keep, True
+        told = known.get("drafters") if isinstance(known, dict) else None
+        self.drafters: dict[str, Any] = told if isinstance(told, dict) else {}
+        """What is remembered of each: JSON of an earlier life, or what gives this life's by ``to_json``."""
 
     def extra_ratio(self, num_rows: int) -> float:
         """As how many tokens a draft token counts in the target's step."""
@@ -115,6 +119,7 @@ class LearnedCosts:
 
     def observe(self, taken: RoundSeconds) -> None:
         """A round was executed. Changes nothing by itself, see :meth:`adopt`."""
+        self._is_kept = False
         size = _size(taken.num_rows)
         steps = self._steps.setdefault(size, _Steps())
         before = steps.lately[-1] if steps.lately else taken
@@ -127,6 +132,8 @@ class LearnedCosts:
         steps.lately.append(taken)
         for drafter, (promised, seconds) in taken.drafts.items():
             self._seen[drafter] = self._seen.get(drafter, 0) + 1
+            if self._seen[drafter] == _SEEN and not drafter.endswith(_READING):
+                self._ratios.setdefault(drafter, {size: 1.0})  # the next life need not find out again
             if promised > 0:
                 self._add(drafter, size, (seconds / promised, promised, taken))
         steps.count += 1
@@ -143,7 +150,6 @@ class LearnedCosts:
             self._ratios.setdefault(name, {})[size] = ratio
         self._due.clear()
         self.version += 1
-        self._is_kept = False
         self.flush()
         return True
 
@@ -154,8 +160,12 @@ class LearnedCosts:
             self._keep(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form."""
-        return {name: {str(size): ratio for size, ratio in each.items()} for name, each in self._ratios.items()}
+        """JSON form, for the next life: a ratio that this one did not see fades to what sizes promise."""
+        ratios = dict[str, dict[str, float]]()
+        for name, each in self._ratios.items():
+            ratios[name] = {str(k): v if (name, k) in self._samples else v**_FADING for k, v in each.items()}
+        drafters = {name: each.to_json() if hasattr(each, "to_json") else each for name, each in self.drafters.items()}
+        return {"ratios": ratios, "drafters": drafters}
 
     def _add(self, name: str, size: int, sample: _Sample) -> None:
         self._samples.setdefault((name, size), deque(maxlen=_WINDOW)).append(sample)
@@ -176,10 +186,8 @@ class LearnedCosts:
         found = min(max(_beyond(samples, used, deviations, share), least), _WIDEST)
         if max(found / used, used / found) > WRONG:
             self._due[name, size] = found
-            return
-        self._due.pop((name, size), None)
-        if name not in self._ratios and len(samples) >= _NEW:  # right: the next life need not find out again
-            self._ratios[name], self._is_kept = {size: used}, False
+        else:
+            self._due.pop((name, size), None)
 
     def _ratio(self, name: str, num_rows: int) -> float:
         by_size = self._ratios.get(name) or self._ratios.get(name.removesuffix(_READING), {})
@@ -231,7 +239,8 @@ def _nearest(by_size: Mapping[int, _T], num_rows: int) -> _T | None:
 def _read(known: Any) -> dict[str, dict[int, float]]:
     """Ratios from JSON; none where it is damaged: it can be learned again."""
     try:
-        ratios = {str(name): {int(size): float(each[size]) for size in each} for name, each in (known or {}).items()}
+        told = (known or {}).get("ratios", {})
+        ratios = {str(name): {int(size): float(each[size]) for size in each} for name, each in told.items()}
     except (AttributeError, TypeError, ValueError):
         return {}
     fine = all(

@@ -54,9 +54,14 @@ def function(name: str, types: list[Any]) -> Any:
     return found
 
 
+def build() -> str:
+    """Of which sources the library was compiled: another arithmetic takes another time. Raises as :func:`kernels`."""
+    return _text(_loaded().specexport_build)
+
+
 def check_sources() -> None:
     """Refuse an editable installation's library of other sources, whatever their dates (IncompatibleError)."""
-    if _has_sources() and (built := _text(_loaded().specexport_build)) != _fingerprint():
+    if _has_sources() and (built := build()) != _fingerprint():
         raise IncompatibleError(f"{_LIBRARY} was compiled from other sources ({built}) than lie beside it.", _mend())
 
 

@@ -42,18 +42,18 @@ def match_slots(lookahead: int) -> list[int]:
 
 
 class SharedAcceptance:
-    """Failure rates of a drafter over all requests; ``tests`` is the faded number by slot, ``version`` counts."""
+    """Failure rates of a drafter over all requests; ``tests`` and ``fails`` are faded, by slot, ``version`` counts."""
 
     def __init__(self, num_slots: int, guess: float = GUESS, before: tuple[Sequence[float], float] = ((), 0.0)) -> None:
         self._guess, (rates, weight) = guess, before
         self.tests = [weight] * num_slots
-        self._fails = [weight * rate for rate in rates] or [0.0] * num_slots
+        self.fails = [weight * rate for rate in rates] or [0.0] * num_slots
         self.version = 0
         self._rates: list[float] | None = None
 
     def observe(self, slots: Sequence[int], accepted: int, *, rejected: bool) -> None:
         """Count tests: of ``slots``, the first ``accepted`` passed, and if ``rejected`` the next one failed."""
-        _count(self.tests, self._fails, slots, accepted, rejected, _SHARED_MEMORY)
+        _count(self.tests, self.fails, slots, accepted, rejected, _SHARED_MEMORY)
         self.version += 1
         self._rates = None
 
@@ -62,7 +62,7 @@ class SharedAcceptance:
         """By slot."""
         if self._rates is None:
             rate, rates = self._guess, []
-            for tests, fails in zip(self.tests, self._fails, strict=True):
+            for tests, fails in zip(self.tests, self.fails, strict=True):
                 rate = (fails + _SHARED_STRENGTH * rate) / (tests + _SHARED_STRENGTH)
                 rate = _LOWEST if rate < _LOWEST else _HIGHEST if rate > _HIGHEST else rate
                 rates.append(rate)

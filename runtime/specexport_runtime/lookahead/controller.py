@@ -36,8 +36,8 @@ _WATCHED, _WATCH_EVERY = 64, 4
 """So many rounds are compared with what was promised, later every fourth: it takes a tenth of a millisecond."""
 _HARDLY, _MUCH = 0.1, 0.5
 """What a draft reads first belongs to its steps up to this share of them; a larger share is counted apart."""
-_QUIET, _REFUSED = 64, 4
-"""Most rounds without asking drafters again, where none drafted or the budget refused a probe."""
+_QUIET, _REFUSED = 64, 16
+"""Most rounds without asking drafters again, where none drafted or the account refused a probe."""
 _BUCKET = 64  # cache entries a row that count as the same circumstances
 _BYPASS = Allowed(0, "bypass", 1.0)
 _NO_STAGES: dict[str, StageMemory] = {}
@@ -59,11 +59,11 @@ class Controller:
         learned: LearnedCosts | None = None,
     ) -> None:
         self.curves, self._learns = curves, learned is not None
-        self._learned = learned or LearnedCosts({name: {"1": 1.0} for name in drafters})
+        self._learned = learned or LearnedCosts({"ratios": {name: {"1": 1.0} for name in drafters}})
         self._known = dict(drafters)
         self._stages: WeakKeyDictionary[Request, dict[str, StageMemory]] = WeakKeyDictionary()
         self._positions, self._matches = list(range(lookahead)), match_slots(lookahead)
-        self._drafters: dict[tuple[str, bool, str], DrafterMemory] = {}
+        self._drafters: dict[str, DrafterMemory] = {}
         """By name, and apart for requests with a grammar: what JSON is like tells nothing of free text. Apart by the
         rule of acceptance too: a block keeps more of the same drafts."""
         self._quiet: dict[str, tuple[tuple[int, ...], int, WeakSet[Request]]] = {}
@@ -75,7 +75,7 @@ class Controller:
         number = self._round.number + 1
         self._round = Round(number, load, self.curves, self._learned, expected=float(load.num_ready))
         for drafter in self._drafters.values():
-            drafter.budget.earn(self._round.plain)
+            drafter.account.book()
 
     def begun(self, num_forced: int) -> None:
         """Drafts begin with so many tokens in this round that are sure to be accepted; called before all stages."""
@@ -112,7 +112,12 @@ class Controller:
                 if reading := stage.catch_up(ask, mended=False):
                     now.catching_up[drafter] = now.catching_up.get(drafter, 0.0) + reading
             ask.req.siblings = ()
-        self._note_quiet(drafter, asks)
+        self._note_quiet(stage)
+        if total := sum([ask.count for ask in asks]):
+            seconds = stage.draft_seconds([ask.count for ask in asks]) + now.verify(total)[-1] - now.verify(0)[0]
+            for ask in asks:
+                both = stage.catch_up(ask) + stage.each_round, seconds / total
+                ask.memory.price = (0.0, 0.0) if ask.is_probe else both  # which is paid
         now.grant(asks)
         self._let_branch(stage)
         return allowed
@@ -261,9 +266,9 @@ class Controller:
         watched = self._is_watching or now.draft_seconds or now.readings
         if watched and not now.load.prompt_tokens:
             taken = RoundSeconds(rows, drafted, now.promised, seconds, now.draft_seconds)
-            level = taken.level(self._learned.extra_ratio(rows))
             for name, (reading, steps, all_of_it) in now.readings.items():
-                now.draft_seconds[reading_of(name)] = reading, max(all_of_it - level * steps, 0.0)
+                mended = self._learned.draft_ratio(reading_of(name), rows) * reading
+                now.draft_seconds[reading_of(name)] = reading, all_of_it * mended / (mended + steps)
             self._learned.observe(taken)
         self._learned.adopt()
 
@@ -284,11 +289,15 @@ class Controller:
                 trees.observe(memory.drafter.branches, request, memory.looked, before)
             memory.looked = None
             if name == proposal.drafter:
-                if memory.timer.is_probing and own:
+                is_new = memory.drafter.is_unknown  # who finds out is not to blame
+                if memory.is_probing and own:
                     memory.acceptance.fade()  # it became better: what it did long ago tells little
                 memory.acceptance.observe(memory.slots, own, rejected=rejected and failed)
                 memory.sure.observe(own, rejected=rejected and failed)
-                memory.timer.note(self._round.number, passed=own > 0)
+                plain, (reading, each) = self._round.plain, memory.price
+                gained = own / self._round.load.num_ready - each * proposal.num_own / plain
+                memory.drafter.account.settle(0.0 if is_new else reading / plain, gained)
+                memory.tested(self._round.number, passed=own > 0)
                 if self._known[name].traits.has_own_cache:
                     memory.read = min(before + min(proposal.last_own, accepted), len(request.tokens) - 1)
 
@@ -300,8 +309,8 @@ class Controller:
 
     @property
     def _is_watching(self) -> bool:
-        number = self._round.number
-        return self._learns and (number <= _WATCHED or self._round.is_shorter or not number % _WATCH_EVERY)
+        now, number = self._round, self._round.number
+        return self._learns and (number <= _WATCHED or not number % _WATCH_EVERY or now.is_shorter or now.has_probe)
 
     def _ask(self, index: int, drafter: str, req: "Request", limit: int, matched: int | None = None) -> Ask:
         """What a request may draft, and what is expected of it. ``matched``: tokens before a copy."""
@@ -315,10 +324,11 @@ class Controller:
     def _memory(self, drafter: str, req: "Request") -> StageMemory:
         stages = self._stages.setdefault(req, {})
         if drafter not in stages:
-            key, traits = (drafter, req.sampler.grammar is not None, req.acceptance), self._known[drafter].traits
+            key, traits = f"{drafter}/{req.sampler.grammar is not None}/{req.acceptance}", self._known[drafter].traits
             if key not in self._drafters:
                 slots = NUM_MATCH_SLOTS if traits.is_free else len(self._positions)
-                self._drafters[key] = DrafterMemory(slots, MODEL_GUESS if traits.has_own_cache else GUESS)
+                guess, kept = MODEL_GUESS if traits.has_own_cache else GUESS, self._learned.drafters.get(key)
+                self._drafters[key] = self._learned.drafters[key] = DrafterMemory(slots, guess, kept=kept)
             stages[drafter] = StageMemory(self._drafters[key], self._round.number)
         return stages[drafter]
 
@@ -347,13 +357,18 @@ class Controller:
                     return True
         return False
 
-    def _note_quiet(self, drafter: str, asks: Sequence[Ask]) -> None:
+    def _note_quiet(self, stage: Stage) -> None:
         """Remember that no drafter drafts."""
+        drafter, asks = stage.name, stage.asks
         if self._round.is_shorter or any(ask.count or not ask.req.num_generated for ask in asks):
             self._quiet.pop(drafter, None)
             return
+        for ask in asks:
+            best = max([rate for _, rate in stage.rates(ask)], default=0.0) * self._round.plain
+            told = ask.req.stats.unused.get(drafter, (0.0, 0.0))
+            ask.req.stats.unused[drafter] = max(told, (best, ask.memory.drafter.account.balance))
         number = self._round.number
-        until = min([number + _QUIET, *[max(ask.memory.timer.due, number + _REFUSED) for ask in asks]])
+        until = min([number + _QUIET, *[max(ask.memory.due, number + _REFUSED) for ask in asks]])
         self._quiet[drafter] = self._circumstances(drafter), until, WeakSet(ask.req for ask in asks)
 
     def _is_quiet(self, drafter: str, waiting: "Sequence[Request]") -> bool:
@@ -366,7 +381,7 @@ class Controller:
     def _circumstances(self, drafter: str) -> tuple[int, ...]:
         """What a decision depends on besides the request's own tests."""
         load, version = self._round.load, self._learned.version
-        seen = sum([known.shared.version for (name, *_), known in self._drafters.items() if name == drafter])
+        seen = sum([each.shared.version for key, each in self._drafters.items() if key.split("/")[0] == drafter])
         context = load.kv_entries // (load.num_rows * _BUCKET)
         return seen, load.num_rows, load.num_tokens, load.num_soon, context, self._round.drafted, version
 

@@ -1,6 +1,10 @@
 """What is remembered of drafters and of requests: how drafts fared, and when one that does not pay is tried again."""
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from specexport_runtime.lookahead.acceptance import (
     GUESS,
@@ -14,19 +18,35 @@ from specexport_runtime.requests.records import Proposal
 
 _FEW_TESTS = 1.9  # two: they fade
 _SHARE = 0.01
-"""Seconds of probing for each second of plain decoding."""
-_START_ROUNDS, _CREDIT_ROUNDS = 0.5, 8.0
-"""Plain rounds whose time is there at the start, and that may be saved up: for a draft model that has to catch up."""
-_FIRST, _AGAIN, _LONGEST = 16, 1, 1024  # rounds
+"""Of the time of plain decoding, what a drafter that does not pay may cost."""
+_START, _MOST, _LEAST = 0.5, 8.0, -32.0
+"""Plain rounds that a drafter may lose at first, once it has gained them, and after which its losses do not add up."""
+_KEPT, _LITTLE, _FADING = 8.0, 2.0, 0.5
+"""Tests as which a life counts in the next at most, and at least if there were as many; their share that is left."""
+_WAIT = 16  # rounds
 
 
 class DrafterMemory:
-    """What is remembered of one drafter over all requests of a kind: with a grammar, or without."""
+    """What is remembered of one drafter over all requests of a kind: with a grammar, or without.
 
-    def __init__(self, num_slots: int, guess: float = GUESS) -> None:
+    ``kept`` is what :meth:`to_json` gave in an earlier life; what does not fit is ignored.
+    """
+
+    def __init__(self, num_slots: int, guess: float = GUESS, *, kept: Any = None) -> None:
         self.shared, self.sure = SharedAcceptance(num_slots, guess), shared_sureness()
         self.branches = shared_chances()
-        self.budget = ProbeBudget()
+        self.account = DraftAccount()
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            tests, fails, balance = kept["tests"], kept["fails"], float(kept["account"])
+            if (np.diff([[0 * balance] * num_slots, fails, tests], axis=0) >= 0).all():  # that of a NaN or inf is not
+                self.shared.tests, self.shared.fails = np.clip([tests, fails], 0.0, _KEPT).tolist()
+                self.account.balance = min(max(balance, _LEAST), _MOST)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the next life may know: the account, and tests and failures by slot, whose weight fades."""
+        table = np.array([self.shared.tests, self.shared.fails])
+        table *= np.clip(_FADING * table[0], _LITTLE, _KEPT) / np.maximum(table[0], _LITTLE)
+        return {"account": self.account.balance, "tests": table[0].tolist(), "fails": table[1].tolist()}
 
     @property
     def is_unknown(self) -> bool:
@@ -34,64 +54,49 @@ class DrafterMemory:
         return self.shared.tests[0] < _FEW_TESTS
 
 
-class ProbeBudget:
-    """Seconds for drafts not expected to pay, 1 % of plain decoding's time; one a drafter, not one a request."""
+class DraftAccount:
+    """What a drafter gained and lost, in rounds of plain decoding: one that lost more than it gained begins no text.
 
-    def __init__(self) -> None:
-        self._seconds: float | None = None
-
-    def earn(self, plain_seconds: float) -> None:
-        """A round began; plain decoding would take so long for it."""
-        if self._seconds is None:
-            self._seconds = _START_ROUNDS * plain_seconds
-        self._seconds = min(self._seconds + _SHARE * plain_seconds, _CREDIT_ROUNDS * plain_seconds)
-
-    def spend(self, seconds: float) -> bool:
-        """Take the cost of a probe from the budget; False if it does not suffice."""
-        if self._seconds is None or seconds > self._seconds:
-            return False
-        self._seconds -= seconds
-        return True
-
-
-class ProbeTimer:
-    """When a request tries a drafter again that it does without: after 16 rounds, then 32, 64 … while it fails.
-
-    A probe that passes is soon followed by the next, so that a drafter that became good is not missed for long.
-    ``is_probing``: one was drafted and not tested yet.
+    Plain decoding earns it a hundredth of its time, for another try: rounds of all requests count, and of all lives.
     """
 
-    def __init__(self, now: int) -> None:
-        self._last, self._wait, self.is_probing = now, _FIRST, False
+    def __init__(self) -> None:
+        self.balance = _START
 
-    @property
-    def due(self) -> int:
-        """The round in which it is time."""
-        return self._last + self._wait
+    def book(self, rounds: float = _SHARE) -> None:
+        """So much was gained, or lost if it is negative."""
+        self.balance = min(max(self.balance + rounds, _LEAST), _MOST)
 
-    def is_due(self, now: int, *, early: bool = False) -> bool:
-        """Whether it is time. ``early`` halves the wait: another request pays most of what a draft step costs."""
-        return now - self._last >= (self._wait // 2 if early else self._wait)
+    def settle(self, reading: float, gained: float) -> None:
+        """A draft was tested. Reading is a risk; what drafts lose teaches, and takes no more than was gained."""
+        self.book(max(gained, -max(self.balance, 0.0)) - reading)
 
-    def note(self, now: int, *, passed: bool) -> None:
-        """The drafter's draft was tested, as a probe or not."""
-        self._last = now
-        if not self.is_probing:
-            self._wait = _FIRST
-        else:
-            self._wait = _AGAIN if passed else min(max(2 * self._wait, _FIRST), _LONGEST)
-        self.is_probing = False
+    def affords(self, rounds: float = 0.0) -> bool:
+        """Whether it may try something that loses so much at most."""
+        return self.balance >= min(rounds, _MOST) and rounds <= -_LEAST
 
 
 class StageMemory:
     """What is remembered of one drafter for one request."""
 
     def __init__(self, drafter: DrafterMemory, now: int) -> None:
-        self.drafter, self.timer = drafter, ProbeTimer(now)
+        self.drafter = drafter
+        self.due, self.is_probing, self.passed = now, False, False  # when it is tried again, and whether it just was
         self.acceptance, self.sure = RequestAcceptance(drafter.shared), Sureness(drafter.sure)
         self.slots: Sequence[int] = ()  # of the tokens that it may draft, or has drafted, in this round
+        self.price = (0.0, 0.0)  # seconds of catching up for this round's draft, and of each of its tokens
         self.read = 0  # tokens of the request that a drafter with a separate cache has read
         # A copy's first token that was not tested, and its place: whether it would have passed is seen without a test.
         self.shadow: tuple[int, int] | None = None
         self.looked: Proposal | None = None  # with all branches that there were to choose from in this round
         self.copied: tuple[int, Sequence[float]] = (-1, ())  # the last copy's round and chances, for a trace
+
+    def probes(self, now: int, lost: float) -> None:
+        """It tries a token, which loses so many rounds if it fails."""
+        self.is_probing, self.due = True, now + _WAIT
+        self.drafter.account.book(-lost)
+
+    def tested(self, now: int, *, passed: bool) -> None:
+        """Its draft was tested. One that does not pay is tried again later, at once if it was a probe that passed."""
+        self.passed, self.is_probing = self.is_probing and passed, False
+        self.due = now + (1 if self.passed else _WAIT)

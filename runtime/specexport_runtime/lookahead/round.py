@@ -37,6 +37,7 @@ class Round:
     drafted: int = 0  # draft tokens that were allowed so far
     expected: float = 0.0  # tokens that the round is expected to give so far
     is_shorter: bool = False  # drafts were made shorter to learn: a round without drafts is no reason to stay so
+    has_probe: bool = False  # it is looked at, whatever the number of the round
     catching_up: dict[str, float] = field(default_factory=dict)  # promised seconds of what a drafter reads first
     draft_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # promised and real ones of its steps
     readings: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # promised, steps, and all of it

@@ -1,9 +1,11 @@
 """The rules by which a round's drafts get their lengths: each looks at a stage, and changes what is allowed in it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from specexport_runtime.lookahead.round import Stage
+from specexport_runtime.costs.learned import LearnedCosts
+from specexport_runtime.lookahead.round import Ask, Stage
 
 _MARGIN = 0.02
 """Drafting must promise so much more than plain decoding: costs are known no better than that."""
@@ -12,6 +14,8 @@ _WORTH_READING = 0.1
 _SCOUTS, _SCOUT_LOOKAHEAD, _HOPED = 2, 2, 0.9
 """So many requests find out whether a new drafter pays, with drafts of at least so many tokens, if it
 would pay with so good an acceptance. The requests that have least to read for it come first."""
+_BEST = 0.95
+"""Acceptance of a draft that is as good as drafts are."""
 
 Rule = Callable[[Stage], None]
 
@@ -23,13 +27,16 @@ def prompts_are_read_first(stage: Stage) -> None:
 
 
 def nothing_is_read_in_vain(stage: Stage) -> None:
-    """What pays for a few rows may not pay for many: who has yet to read a request looks ahead to the full step."""
+    """Who has yet to read a request looks ahead to the full step, and back at what such drafts gained so far.
+
+    What pays for a few rows may not pay for many, and what paid for other texts may not pay for those of today.
+    """
     full = stage.round.load.when_full()
-    if full is None or not stage.drafter.traits.has_own_cache:
-        return
     least = (1 + _WORTH_READING) * stage.round.plain_rate(full)
-    for ask in stage.candidates:
-        ask.is_out = not ask.memory.read and not any(rate > least for _, rate in stage.rates(ask, full))
+    for ask in stage.candidates if stage.drafter.traits.has_own_cache else ():
+        if not ask.memory.read:
+            pays = full is None or any(rate > least for _, rate in stage.rates(ask, full))
+            ask.is_out = not pays or not ask.memory.drafter.account.affords()
 
 
 def few_find_out(stage: Stage) -> None:
@@ -86,21 +93,28 @@ def shorter_tells_more(stage: Stage) -> None:
 
 
 def probes_are_cheap(stage: Stage) -> None:
-    """Requests that draft nothing try one token, if it is time and the budget allows."""
+    """Requests that draft nothing try one token, if it is time, and what earlier drafts gained or lost allows it."""
     asks, now = stage.candidates, stage.round
-    if all(ask.count or not ask.memory.timer.is_due(now.number, early=True) for ask in asks):
+    due = [ask for ask in asks if not ask.count and ask.memory.due <= now.number]
+    if not due:
         return
-    target, draft = now.verify(sum([ask.count for ask in asks]) + len(asks)), stage.draft_step(len(stage.requests))
-    has_probe = False
-    for ask in asks:
-        if ask.count or not ask.memory.timer.is_due(now.number, early=has_probe):
-            continue
+    target, draft = now.verify(sum([ask.count for ask in asks]) + len(due)), stage.draft_step(len(stage.requests))
+    for ask in due:
         taken = sum([each.count for each in asks])
         rows = (stage.fixed[0] if stage.fixed else 0) + sum([each.count > 0 for each in asks])
-        cost = target[taken + 1] - target[taken] + draft[rows + 1] - draft[rows]
-        if ask.memory.drafter.budget.spend(cost + stage.catch_up(ask) + stage.each_round):
-            ask.count, ask.is_probe, has_probe = 1, True, True
-            ask.memory.timer.is_probing = True
+        cost, reading = target[taken + 1] - target[taken] + draft[rows + 1] - draft[rows], stage.catch_up(ask)
+        lost = (cost + reading + stage.each_round) / now.plain
+        affords = ask.memory.drafter.account.affords(lost) and (not reading or _could_pay(stage, ask))
+        if affords or (ask.memory.passed and not reading):
+            ask.count, ask.is_probe, now.has_probe = 1, True, True
+            ask.memory.probes(now.number, lost)
+
+
+def _could_pay(stage: Stage, ask: Ask) -> bool:
+    """Whether drafts as good as they may be would be worth what has to be read, at the costs that sizes promise."""
+    promised = replace(stage, round=replace(stage.round, learned=LearnedCosts()))
+    best = replace(ask, gains=[_BEST**depth for depth in range(1, ask.most + 1)])
+    return any(rate * stage.round.plain > 1 + _WORTH_READING for _, rate in promised.rates(best))
 
 
 DRAFTED: tuple[Rule, ...] = (

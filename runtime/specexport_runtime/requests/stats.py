@@ -104,6 +104,9 @@ class RequestStats:
     """Tokens that each round added, the target's own included."""
     drafters: dict[str, DraftCounts] = field(default_factory=dict)
     """What each drafter did, by its name in the draft plan."""
+    unused: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Of a drafter that ``auto`` did without: the most that it then promised, over plain decoding's tokens a second,
+    and what its drafts had gained or lost, in rounds of plain decoding."""
     draft_exits: int = 0
     """Drafts that ended because the model was no longer sure."""
     layer_choice: "LayerChoice | None" = None
@@ -197,6 +200,7 @@ class RequestStats:
             "accepted_histogram": {str(count): n for count, n in sorted(self.accepted_histogram.items())},
             "accepted_lengths": list(self.accepted_lengths),
             "drafters": {name: counts.to_json() for name, counts in self.drafters.items()},
+            "unused": {name: list(each) for name, each in self.unused.items()},
             "draft_exits": self.draft_exits,
             "layer_choice": None if self.layer_choice is None else self.layer_choice.to_json(),
             "preemptions": self.preemptions,

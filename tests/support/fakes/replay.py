@@ -71,7 +71,9 @@ class Clock:
     """Modelled time, in which another process may take a core for random parts of a second."""
 
     disturbed: bool = False
+    loud: bool = False  # every third step or draft, by chance, takes three times as long
     now: float = 0.0
+    work: float = 0.0  # what all took without a disturbance
     _chance: random.Random = field(default_factory=lambda: random.Random(0))
     _until: float = 0.0
     _is_busy: bool = True
@@ -79,6 +81,9 @@ class Clock:
     def spend(self, seconds: float) -> float:
         """Work so long; what it took."""
         start = self.now
+        self.work += seconds
+        if self.loud and self._chance.random() < 1 / 3:
+            seconds *= 3
         while seconds > 0:
             if self.now >= self._until:
                 self._until, self._is_busy = self.now + self._chance.uniform(0.05, 1.0), not self._is_busy
@@ -100,17 +105,20 @@ def replay(
     *,
     rows: int = 1,
     disturbed: bool = False,
+    prompt: int = PROMPT,
+    clock: Clock | None = None,
 ) -> float:
     """Modelled seconds of decoding texts, ``rows`` at a time, with lengths that a controller chooses, or with one."""
-    clock, target, draft = Clock(disturbed), real.target, real.drafters["draft-model"]
+    clock, target, draft = clock or Clock(disturbed), real.target, real.drafters["draft-model"]
     controller = lengths if isinstance(lengths, Controller) else None
+    begun = clock.now
     for start in range(0, len(texts), rows):
         group = texts[start : start + rows]
         sequences = [
             Request(
                 start + i,
-                [1] * PROMPT,
-                SamplingParams(max_tokens=TOKENS),
+                [1] * prompt,
+                SamplingParams(max_tokens=len(group[i])),
                 vocab_size=VOCAB,
                 max_model_len=1000,
                 draft_plan=[DraftStage("draft-model", LOOKAHEAD)],
@@ -121,10 +129,10 @@ def replay(
         read = [0] * len(group)
         for seq in sequences:
             seq.tokens.append(1)  # the prompt's round, which all ways share
-        while active := [i for i, seq in enumerate(sequences) if seq.num_generated < TOKENS]:
+        while active := [i for i, seq in enumerate(sequences) if seq.num_generated < len(group[i])]:
             some = [sequences[i] for i in active]
             entries, count = sum(len(seq.tokens) for seq in some), len(some)
-            limits = [min(LOOKAHEAD, TOKENS - seq.num_generated - 1) for seq in some]
+            limits = [min(LOOKAHEAD, seq.room_for_drafts) for seq in some]
             if controller is None:
                 counts = [min(lengths, limit) for limit in limits]
             else:
@@ -154,9 +162,33 @@ def replay(
                     controller.observe(seq, proposal, before, accepted, rejected=accepted < k)
             if controller is not None:
                 controller.took(sum(counts), seconds)
-    return clock.now
+    return clock.now - begun
 
 
-def controller_of(told: CostCurves) -> Controller:
-    """A new one, to which nothing is known but sizes."""
-    return Controller(told, LOOKAHEAD, drafters=weighed(told), learned=LearnedCosts())
+def controller_of(told: CostCurves, learned: LearnedCosts | None = None) -> Controller:
+    """A new one, to which nothing is known but sizes, and what was ``learned``."""
+    return Controller(told, LOOKAHEAD, drafters=weighed(told), learned=learned or LearnedCosts())
+
+
+class Life(NamedTuple):
+    """Modelled seconds of the answers of one process, had nothing disturbed it."""
+
+    seconds: float
+    plain: float
+    best: float  # of the best fixed length, or of plain decoding
+
+
+def lives(texts: list[list[int]], machine: Machine, *, prompt: int, loud: int, count: int = 10) -> list[Life]:
+    """Processes that answer ``texts`` one after the other and keep what was learned; the first are disturbed."""
+    kept: dict[str, object] = {}
+    found = []
+    for number in range(count):
+        learned = LearnedCosts(json.loads(json.dumps(kept)), keep=kept.update)
+        spent = []
+        for way in (controller_of(machine.told, learned), *range(LOOKAHEAD + 1)):
+            clock = Clock(loud=number < loud, _chance=random.Random(number))
+            replay(texts, machine.real, way, prompt=prompt, clock=clock)
+            spent.append(clock.work)
+        learned.flush()
+        found.append(Life(spent[0], spent[1], min(spent[1:])))
+    return found
