@@ -175,7 +175,7 @@ def test_wheels_of_other_platforms_are_made_here(build, target, tag, suffix, for
     assert form_of(library) == form
     assert all(symbol in library for symbol in EXPORTED)
     assert build.fingerprint().encode() in library
-    assert len(library) < 1_000_000
+    assert len(library) < 1_800_000  # products of each format are unrolled for each number of rows; 0.6 MB in the wheel
     assert not re.search(rb"libstdc\+\+|libc\+\+|libgcc", library)
     needed = {int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library)}
     assert max(needed, default=0) <= 17

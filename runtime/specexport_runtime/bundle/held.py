@@ -35,14 +35,20 @@ def held(folder: Path, *, alone: bool = False) -> Iterator[Callable[[], bool]]:
     """Hold a folder, also one that is missing; gives a function that tells whether another stands there by now."""
     end = time.monotonic() + PATIENCE_S
     while True:
-        before, descriptor, place = _identity(folder), None, folder
-        with contextlib.suppress(OSError, ValueError):  # Windows; or it is missing, or its name is none
+        descriptor, missing, place = None, False, folder
+        try:
             place = Path(os.path.realpath(folder))
             descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-        if descriptor is None:
-            busy = before is None and any(place.parent.glob(f".{glob.escape(place.name)}.old-*"))  # between two renames
-        else:
-            busy = take_lock(descriptor, alone=alone) is False or _identity(folder) != _identity(descriptor)
+        except FileNotFoundError:
+            missing = True
+        except (OSError, ValueError):  # Windows opens no folder; or its name is none
+            pass
+        # Of an open folder nobody else gets the number, so a later one can be told from it.
+        before = _identity(folder if descriptor is None else descriptor)
+        if descriptor is not None:
+            busy = take_lock(descriptor, alone=alone) is False or _identity(folder) != before
+        else:  # between two renames, or just after them
+            busy = missing and (any(place.parent.glob(f".{glob.escape(place.name)}.old-*")) or folder.exists())
         if not busy or time.monotonic() > end:
             break
         if descriptor is not None:

@@ -80,7 +80,14 @@ KEPT = QuantKind(
     says="weights as the checkpoint has them",
 )
 
-KINDS = {kind.name: kind for kind in (INT8, INT4, KEPT)}
+KINDS = {
+    kind.name: kind
+    for kind in (
+        INT8,
+        INT4,
+        KEPT,
+    )
+}
 """All kinds, in the order in which messages name them."""
 
 CACHE_LIMITS = {"int8 KV cache": Limits(agreement=0.9, lost=0.05, perplexity=0.02, divergence=0.02, tensor=0.1)}
