@@ -1,15 +1,17 @@
 r"""Our bundle against other programs, with the same prompts and threads, in turns; each turn is a fresh process.
 
     python benchmarks/against_peers.py engines/qwen-pair --prompts code=C.jsonl,math=M.jsonl,chat=T.jsonl --chat \
-        --peer llama=TARGET.gguf --peer llama-ngram=TARGET.gguf --peer llama-draft=TARGET.gguf,DRAFT.gguf \
-        --peer genai=GENAI_MODEL --peer openvino=OPENVINO_MODEL \
-        --python llama=LLAMA/bin/python --python genai=GENAI/bin/python --python openvino=OPENVINO/bin/python
+        --peer ik-repacked=TARGET.gguf --peer llama=TARGET.gguf --peer llama-draft=TARGET.gguf,DRAFT.gguf \
+        --peer llama-ngram=TARGET.gguf --peer genai=GENAI_MODEL --peer openvino=OPENVINO_MODEL \
+        --llama-server BUILD/bin/llama-server --python ik=IK/bin/python --python genai=GENAI/bin/python
 
 Ours runs twice: ``plain``, and ``default``, which is what no flag gives. GENAI_MODEL is what ``python -m
 onnxruntime_genai.models.builder -m CHECKPOINT -o GENAI_MODEL -p int4 -e cpu`` makes. OPENVINO_MODEL is what
-``optimum-cli export openvino -m CHECKPOINT --weight-format int8 OPENVINO_MODEL`` writes. llama.cpp is read through
-llama-cpp-python, compiled on this machine (``pip install --no-binary :all: llama-cpp-python``). A peer that fails is
-told as such. ``equal`` counts the texts that are those of the same program's plain decoding (of our own for ours).
+``optimum-cli export openvino -m CHECKPOINT --weight-format int8 OPENVINO_MODEL`` writes. llama.cpp is its own server,
+compiled on this machine from the sources inside llama-cpp-python's (``cmake -S vendor/llama.cpp -B BUILD
+-DCMAKE_BUILD_TYPE=Release && cmake --build BUILD --target llama-server``). ik_llama.cpp is the wheel
+``ik-llama-cpp-python``. A peer that fails is told as such. ``equal`` counts the texts that are those of the same
+program's plain decoding (of our own for ours).
 """
 
 import argparse
@@ -20,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from common import median, report
+from peers import OPEN
 from turns import read_domains
 
 from specexport_runtime import SpecEngine
 
-KINDS = ("llama", "llama-ngram", "llama-draft", "genai", "openvino")
+KINDS = tuple(kind for kind in OPEN if kind not in ("plain", "default"))
 
 
 def parse_args() -> argparse.Namespace:
@@ -34,6 +37,7 @@ def parse_args() -> argparse.Namespace:
     add("bundle", type=Path)
     add("--peer", action="append", default=[], metavar="KIND=MODEL[,DRAFT]", help=", ".join(KINDS))
     add("--python", action="append", default=[], metavar="KIND=FILE", help="interpreter of the kinds that begin so")
+    add("--llama-server", metavar="FILE", help="llama.cpp's server; default: the one on PATH", default="llama-server")
     add("--prompts", required=True, help="NAME=FILE,…: one domain each")
     add("--skip", type=int, default=0, help="prompts of each file that are left out")
     add("--num-prompts", type=int, default=4, help="of each domain")
@@ -73,6 +77,7 @@ def read_job(args: argparse.Namespace) -> dict[str, Any]:
         "tokens": args.tokens,
         "batch": args.batch_size,
         "threads": args.threads,
+        "llama_server": args.llama_server,
         "context": max(1024, context + 64),  # onnxruntime-genai refuses fewer than a sliding window
     }
 
@@ -129,9 +134,9 @@ def main() -> None:
     rows = [(way, f"failed: {why}") for way, why in failed.items()]
     ran = {way: runs for way, runs in found.items() if way not in failed}
     for way, runs in ran.items():
-        first = {"default": "plain", "llama-ngram": "llama", "llama-draft": "llama"}.get(way)
+        first = {"default": "plain"}.get(way, way.split("-")[0])
         size = sum(map(bytes_of, models[way].split(",")))
-        rows.append((way, describe(runs, size, ran[first][0] if first in ran else None)))
+        rows.append((way, describe(runs, size, ran[first][0] if first in ran and first != way else None)))
     for name in common["domains"] if "default" in ran else ():
         speed = {way: [run["speeds"][name]["decode"] for run in runs] for way, runs in ran.items()}
         for ours in ("plain", "default"):

@@ -4,16 +4,21 @@ It reads a job as JSON from standard input and prints what it measured as JSON. 
 own ways, so that each peer may live in an environment of its own. All get the same token ids.
 """
 
+import contextlib
+import http.client
 import json
 import resource
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
 SHORT = 8
-LLAMA_DRAFT, LLAMA_NGRAM = 4, 10  # tokens: between llama.cpp's speculative example and the binding's prompt lookup
+AT_END = contextlib.ExitStack()
 Rows = list[list[int]]
 Run = Callable[[Rows, int], Rows]
 
@@ -82,111 +87,85 @@ def open_openvino(job: dict[str, Any]) -> Run:
     return run
 
 
-class Llama:
-    """A model of llama.cpp with its cache of several rows, through the C interface of llama-cpp-python.
+def open_ik(job: dict[str, Any], *, repacked: bool) -> Run:
+    """ik_llama.cpp, plain, with its cache of several rows: the C interface that `ik-llama-cpp-python` declares."""
+    import ik_llama_cpp._ctypes_api as api
+    import numpy as np
 
-    Args:
-        path: GGUF file.
-        job: threads, batch and context.
-    """
+    length = job["context"] * job["batch"]
+    api.llama_backend_init()
+    options = api.llama_model_default_params()
+    options.repack_tensors, options.use_mmap = repacked, not repacked
+    model = api.llama_model_load_from_file(job["path"].encode(), options)
+    params = api.llama_context_default_params()
+    params.n_ctx, params.n_seq_max, params.n_batch = length, job["batch"], length
+    params.n_threads = params.n_threads_batch = job["threads"]
+    context = api.llama_init_from_model(model, params)
+    batch = api.llama_batch_init(length, 0, 1)
+    vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
 
-    def __init__(self, path: str, job: dict[str, Any]) -> None:
-        import llama_cpp
-
-        self.api = llama_cpp
-        self.log = llama_cpp.llama_log_callback(lambda *_: None)  # kept alive: the library calls it
-        llama_cpp.llama_log_set(self.log, None)
-        llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = job["context"] * job["batch"], job["batch"]
-        params.n_batch = job["context"] * job["batch"]
-        params.n_threads = params.n_threads_batch = job["threads"]
-        self.context = llama_cpp.llama_init_from_model(model, params)
-        self.batch = llama_cpp.llama_batch_init(job["context"] * job["batch"], 0, 1)
-        self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-        self.lengths = [0] * job["batch"]
-
-    def clear(self) -> None:
-        """Forget all rows."""
-        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
-        self.lengths = [0] * len(self.lengths)
-
-    def cut(self, row: int, length: int) -> None:
-        """Forget what a row has beyond a length."""
-        if length < self.lengths[row]:
-            self.api.llama_memory_seq_rm(self.api.llama_get_memory(self.context), row, length, -1)
-            self.lengths[row] = length
-
-    def best(self, new: Rows, wanted: Sequence[int]) -> Rows:
-        """The best token after each of the last ``wanted`` new tokens of each row, in one step."""
-        import numpy as np
-
-        places, n = [], 0
-        for row, (tokens, keep) in enumerate(zip(new, wanted, strict=True)):
+    def step(new: Rows, lengths: Sequence[int]) -> list[int]:
+        """The best token after the new tokens of each row."""
+        n, places = 0, []
+        for row, (tokens, start) in enumerate(zip(new, lengths, strict=True)):
             for i, token in enumerate(tokens):
-                self.batch.token[n], self.batch.pos[n] = token, self.lengths[row] + i
-                self.batch.n_seq_id[n], self.batch.seq_id[n][0] = 1, row
-                self.batch.logits[n] = i >= len(tokens) - keep
+                batch.token[n], batch.pos[n] = token, start + i
+                batch.n_seq_id[n], batch.seq_id[n][0] = 1, row
+                batch.logits[n] = i == len(tokens) - 1
                 n += 1
-            self.lengths[row] += len(tokens)
-            places.append(range(n - keep, n))
-        self.batch.n_tokens = n
-        if self.api.llama_decode(self.context, self.batch):
+            places.append(n - 1)
+        batch.n_tokens = n
+        if api.llama_decode(context, batch):
             raise RuntimeError("llama_decode failed")
-
-        def argmax(place: int) -> int:
-            logits = self.api.llama_get_logits_ith(self.context, place)
-            return int(np.ctypeslib.as_array(logits, (self.vocabulary,)).argmax())
-
-        return [[argmax(place) for place in row] for row in places]
-
-
-def repeated(text: list[int]) -> list[int]:
-    """What stood after the last place of the text's two last tokens: the binding's prompt lookup."""
-    for width in (2, 1):
-        tail = text[-width:]
-        for start in range(len(text) - width):
-            if text[start : start + width] == tail:
-                return text[start + width : start + width + LLAMA_NGRAM]
-    return []
-
-
-def open_llama(job: dict[str, Any], ngram: bool = False) -> Run:
-    """llama.cpp: plain, with prompt lookup, or with the job's draft model, which drafts one row at a time."""
-    target = Llama(job["path"], job)
-    draft = Llama(job["draft"], job) if job["draft"] else None
-    if draft is not None and job["batch"] > 1:
-        raise ValueError("a draft model of llama.cpp serves one row here")
-
-    def guess(text: list[int]) -> list[int]:
-        if ngram:
-            return repeated(text)
-        if draft is None:
-            return []
-        new, guesses = text[draft.lengths[0] :], []
-        for _ in range(LLAMA_DRAFT):
-            [[token]] = draft.best([new], [1])
-            new = [token]
-            guesses.append(token)
-        return guesses
+        logits = (api.llama_get_logits_ith(context, place) for place in places)
+        return [int(np.ctypeslib.as_array(each, (vocabulary,)).argmax()) for each in logits]
 
     def run(rows: Rows, tokens: int) -> Rows:
-        target.clear()
-        if draft is not None:
-            draft.clear()
-        texts = [[*row, best[-1]] for row, best in zip(rows, target.best(rows, [1] * len(rows)), strict=True)]
-        while (left := min(len(row) + tokens - len(text) for row, text in zip(rows, texts, strict=True))) > 0:
-            guesses = [guess(text)[: left - 1] for text in texts]
-            new = [[text[-1], *guessed] for text, guessed in zip(texts, guesses, strict=True)]
-            found = target.best(new, [len(each) for each in new])
-            for row, (text, guessed, best) in enumerate(zip(texts, guesses, found, strict=True)):
-                accepted = next((i for i, token in enumerate(guessed) if token != best[i]), len(guessed))
-                text.extend(best[: accepted + 1])
-                target.cut(row, len(text) - 1)
-                if draft is not None:
-                    draft.cut(row, len(text) - 1)
-        return [text[len(row) : len(row) + tokens] for row, text in zip(rows, texts, strict=True)]
+        api.llama_kv_cache_clear(context)
+        best, texts = step(rows, [0] * len(rows)), [list(row) for row in rows]
+        for _ in range(tokens - 1):
+            for text, token in zip(texts, best, strict=True):
+                text.append(token)
+            best = step([text[-1:] for text in texts], [len(text) - 1 for text in texts])
+        return [[*text[len(row) :], token] for row, text, token in zip(rows, texts, best, strict=True)]
+
+    return run
+
+
+def open_llama(job: dict[str, Any], speculation: str = "none") -> Run:
+    """llama.cpp's own server; how it drafts is its `--spec-type`. A request a row, all at once."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    size = {"-t": job["threads"], "-tb": job["threads"], "-np": job["batch"], "-c": job["context"] * job["batch"]}
+    draft = ["-md", job["draft"], "-td", job["threads"], "-tbd", job["threads"]] if job["draft"] else []
+    options = [*(each for pair in size.items() for each in pair), *draft, "--spec-type", speculation]
+    command = [job["llama_server"], "-m", job["path"], "--port", port, "--no-webui", *options]
+    server = subprocess.Popen([str(each) for each in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    AT_END.callback(server.wait)
+    AT_END.callback(server.kill)
+
+    def ask(method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+        with connection.getresponse() as answer:
+            if answer.status != http.client.OK:
+                raise OSError(answer.status, answer.read().decode())
+            return dict(json.load(answer))
+
+    while True:
+        if server.poll() is not None:
+            raise RuntimeError(f"llama-server ended with {server.returncode}")
+        with contextlib.suppress(OSError):  # it does not listen yet, or it loads
+            ask("GET", "/health", {})
+            break
+        time.sleep(0.05)
+
+    def run(rows: Rows, tokens: int) -> Rows:
+        body = {"n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False, "return_tokens": True}
+        with ThreadPoolExecutor(len(rows)) as pool:
+            answers = list(pool.map(lambda row: ask("POST", "/completion", body | {"prompt": row}), rows))
+        return [list(answer["tokens"]) for answer in answers]
 
     return run
 
@@ -194,9 +173,14 @@ def open_llama(job: dict[str, Any], ngram: bool = False) -> Run:
 OPEN: dict[str, Callable[[dict[str, Any]], Run]] = {
     "plain": lambda job: open_ours(job, speculation=False),
     "default": open_ours,
+    "ik": lambda job: open_ik(job, repacked=False),
+    "ik-repacked": lambda job: open_ik(job, repacked=True),
     "llama": open_llama,
-    "llama-ngram": lambda job: open_llama(job, ngram=True),
-    "llama-draft": open_llama,
+    "llama-draft": lambda job: open_llama(job, "draft-simple"),
+    "llama-ngram": lambda job: open_llama(job, "ngram-simple"),
+    "llama-ngram-mod": lambda job: open_llama(job, "ngram-mod"),
+    "llama-ngram-map": lambda job: open_llama(job, "ngram-map-k"),
+    "llama-ngram-cache": lambda job: open_llama(job, "ngram-cache"),
     "genai": open_genai,
     "openvino": open_openvino,
 }
@@ -229,9 +213,11 @@ def main() -> None:
             "decode": made * (job["tokens"] - SHORT) / (whole - short),
         }
     first = {length: seconds([[ids[: int(length)]] * job["batch"]], 1)[0] for length, ids in job["first"].items()}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    AT_END.close()
+    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024
     print(json.dumps({"load": loaded, "speeds": speeds, "first": first, "peak_mib": peak, "texts": texts}))
 
 
 if __name__ == "__main__":
-    main()
+    with AT_END:
+        main()
