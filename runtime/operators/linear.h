@@ -50,15 +50,15 @@ struct Product {
 
 struct Kernels {
   int64_t most, most_floats;  // rows of a group: of codes, of floats
-  int64_t many;  // rows of a group of codes, where there are so many rows at least; 0: it makes no difference
   void (*arrange)(const Product&, int64_t first_group, int64_t last_group);
   // Some tiles for some groups. `work` has work_bytes of their rows.
   void (*multiply)(const Product&, int64_t first_tile, int64_t last_tile, int64_t first_group, int64_t last_group,
                    void* work);
+  int64_t many = 0, many_from = 0;  // rows of a group of codes where there are so many rows at least; 0: there are none
 
   int64_t most_of(const Layout& layout, int64_t rows) const {
     if (layout.format.is_float()) return most_floats;
-    return many && rows >= many ? many : most;
+    return many && rows >= many_from && layout.format.parts() == 1 ? many : most;
   }
 };
 constexpr int kMostSums = 2;  // chains of a float sum

@@ -1,10 +1,11 @@
 // Groups of up to 16 rows with a unit that multiplies tiles of bytes, as AMX has it: included after linear_tile.h.
+// For blocks with one scale: with two (q6_k, q2_k) products by vectors took 0.83 to 0.97 of its time (Xeon, AMX).
 //
 // A Unit has
-//   begin(rows, quads)         product() may be called then, up to end()
+//   begin(rows)                product() may be called then, up to end()
 //   product<n>(a, stride, b, out)
-//                              out [rows, 16] int32 = a [rows, 4 * quads] int8, rows `stride` bytes apart, times b
-//                              [quads, 16, 4] uint8, with the n-th of kAtOnce sets of registers
+//                              out [rows, 16] int32 = a [rows, 32] int8, rows `stride` bytes apart, times b
+//                              [8, 16, 4] uint8, with the n-th of kAtOnce sets of registers
 //   end()                      leaves nothing behind in this thread
 //
 // Sums of integers are exact, and all else is done in the order of other kernels: rows have the bits they have there.
@@ -26,33 +27,30 @@ static void unpack_all(const uint8_t* codes, const uint8_t* book, int64_t blocks
   }
 }
 
-// Products of the parts of some blocks from `b` on, kAtOnce if there are as many. Their slots begin at `slots`.
-template <class Unit, int parts, int n = 0>
+// Products of some blocks, kAtOnce if there are as many. Their slots begin at `slots`.
+template <class Unit, int n = 0>
 INLINE void make_products(const uint8_t* slots, size_t slot, const uint8_t* lines, int64_t blocks, int32_t* out) {
   if constexpr (n < kAtOnce) {
-    constexpr size_t part = n % parts;
-    if (n / parts >= blocks) return;
-    Unit::template product<n>(slots + n / parts * kBlock + part * kBlock / parts, slot,
-                              lines + n / parts * kUnpacked + part * kUnpacked / parts, out + n * kManyRows * kTile);
-    make_products<Unit, parts, n + 1>(slots, slot, lines, blocks, out);
+    if (n >= blocks) return;
+    Unit::template product<n>(slots + n * kBlock, slot, lines + n * kUnpacked, out + n * kManyRows * kTile);
+    make_products<Unit, n + 1>(slots, slot, lines, blocks, out);
   }
 }
 
-template <class Unit, int parts, bool shifted, bool level>
+template <class Unit, bool shifted, bool level>
 static void multiply_group(const Part& p, int64_t rows) {
-  constexpr int at_once = kAtOnce / parts;
-  constexpr size_t slot = slot_bytes(level, parts, shifted);
+  constexpr size_t slot = slot_bytes(level, 1, shifted);
   alignas(64) int32_t products[kAtOnce * kManyRows * kTile], whole[kManyRows * kTile];
-  for (int64_t b = 0; b < p.s.blocks; b += at_once) {
+  for (int64_t b = 0; b < p.s.blocks; b += kAtOnce) {
     const uint8_t* slots = p.slots + size_t(b / 8) * p.stride;
-    const int64_t in_slot = b % 8, blocks = p.s.blocks - b < at_once ? p.s.blocks - b : at_once;
-    make_products<Unit, parts>(slots + kBlock * in_slot, slot, p.codes + size_t(b) * kUnpacked, blocks, products);
+    const int64_t in_slot = b % 8, blocks = p.s.blocks - b < kAtOnce ? p.s.blocks - b : kAtOnce;
+    make_products<Unit>(slots + kBlock * in_slot, slot, p.codes + size_t(b) * kUnpacked, blocks, products);
     if (level && !in_slot) memset(whole, 0, sizeof whole);
     for (int column = 0; column < kTile; column += kLanes) {
       I levels[kAtOnce];
       if constexpr (level) {
         UNROLL for (int n = 0; n < kAtOnce; n++)
-          if (n / parts < blocks) levels[n] = ilevels(p.head + (b * parts + n) * kTile + column);
+          if (n < blocks) levels[n] = ilevels(p.head + (b + n) * kTile + column);
       }
       for (int64_t m = 0; m < rows; m++) {
         const uint8_t* row = slots + slot * size_t(m);
@@ -60,22 +58,19 @@ static void multiply_group(const Part& p, int64_t rows) {
         I total;
         memcpy(&total, whole + kTile * m + column, sizeof total);
         UNROLL for (int n = 0; n < kAtOnce; n++) {
-          const int64_t block = in_slot + n / parts, at = 4 * (block * parts + n % parts);
-          if (n / parts >= blocks) break;
+          const int64_t at = 4 * (in_slot + n);
+          if (n >= blocks) break;
           I found;
           memcpy(&found, products + (n * kManyRows + m) * kTile + column, sizeof found);
           if constexpr (level) {
             if (!shifted) found = iadd(found, iset(int_at(row + kSums + at)));
-            total = imadd(found, iscaled(levels[n], iset(int_at(row + kFactors + 4 * block))), total);
+            total = imadd(found, iscaled(levels[n], iset(int_at(row + kFactors + at))), total);
           } else {
             found = iadd(found, iset(int_at(row + kStarts + at)));
-            const V scale = vload(p.scales + (b * parts + n) * kTile + column);
-            sum = vfma(to_float(found), vmul(scale, vset(load_single(row + kScales + 4 * block))), sum);
-            if (shifted && n % parts == parts - 1) {
-              UNROLL for (int i = 0; i < parts; i++)
-                sum = vfma(vload(p.offsets + (b * parts + n + 1 - parts + i) * kTile + column),
-                           vset(load_single(row + kStarts + 32 * parts + at + 4 * (i + 1 - parts))), sum);
-            }
+            const V scale = vload(p.scales + (b + n) * kTile + column);
+            sum = vfma(to_float(found), vmul(scale, vset(load_single(row + kScales + at))), sum);
+            if (shifted)
+              sum = vfma(vload(p.offsets + (b + n) * kTile + column), vset(load_single(row + kStarts + 32 + at)), sum);
           }
         }
         if constexpr (level) memcpy(whole + kTile * m + column, &total, sizeof total);
@@ -83,9 +78,9 @@ static void multiply_group(const Part& p, int64_t rows) {
       }
     }
     if constexpr (level) {
-      if (in_slot + at_once < 8 && b + at_once < p.s.blocks) continue;
+      if (in_slot + kAtOnce < 8 && b + kAtOnce < p.s.blocks) continue;
       for (int column = 0; column < kTile; column += kLanes) {
-        const Finish<parts, shifted> finish(p, b / 8, column);
+        const Finish<1, shifted> finish(p, b / 8, column);
         for (int64_t m = 0; m < rows; m++) {
           I total;
           memcpy(&total, whole + kTile * m + column, sizeof total);
@@ -104,22 +99,15 @@ static void multiply_with(const Product& p, int64_t first_tile, int64_t last_til
   alignas(64) uint8_t lines[kStretch / kBlock * kUnpacked];
   Many many = {unpack_all<8>, nullptr, lines};
   switch (format.bits) {
-    case 2: many.unpack = unpack_all<2>; break;
-    case 3: many.unpack = unpack_all<3>; break;
     case 4: many.unpack = format.lookup ? unpack_all<kLookup> : unpack_all<4>; break;
     case 5: many.unpack = unpack_all<5>; break;
-    case 6: many.unpack = unpack_all<6>; break;
   }
   const bool shifted = format.shifted();
-  if (format.is_level() && format.parts() == 2)
-    many.multiply = shifted ? multiply_group<Unit, 2, true, true> : multiply_group<Unit, 2, false, true>;
-  else if (format.is_level())
-    many.multiply = shifted ? multiply_group<Unit, 1, true, true> : multiply_group<Unit, 1, false, true>;
-  else if (format.parts() == 2)
-    many.multiply = shifted ? multiply_group<Unit, 2, true, false> : multiply_group<Unit, 2, false, false>;
+  if (format.is_level())
+    many.multiply = shifted ? multiply_group<Unit, true, true> : multiply_group<Unit, false, true>;
   else
-    many.multiply = shifted ? multiply_group<Unit, 1, true, false> : multiply_group<Unit, 1, false, false>;
-  Unit::begin(int(p.capacity), 8 / format.parts());
+    many.multiply = shifted ? multiply_group<Unit, true, false> : multiply_group<Unit, false, false>;
+  Unit::begin(int(p.capacity));
   multiply_all(p, first_tile, last_tile, first, last, work, &many);
   Unit::end();
 }
@@ -132,8 +120,8 @@ static bool multiplies_right() {
   for (size_t i = 0; i < sizeof slots; i++) (&slots[0][0][0])[i] = uint8_t(i * 157 >> 3);
   for (size_t i = 0; i < sizeof lines; i++) (&lines[0][0][0][0])[i] = uint8_t(i * 211 >> 2);
   memset(out, 0xff, sizeof out);
-  Unit::begin(kManyRows, 8);
-  make_products<Unit, 1>(&slots[0][0][0], sizeof slots[0], &lines[0][0][0][0], kAtOnce, &out[0][0][0]);
+  Unit::begin(kManyRows);
+  make_products<Unit>(&slots[0][0][0], sizeof slots[0], &lines[0][0][0][0], kAtOnce, &out[0][0][0]);
   Unit::end();
   for (int n = 0; n < kAtOnce; n++)
     for (int m = 0; m < kManyRows; m++)

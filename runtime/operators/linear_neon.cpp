@@ -81,7 +81,7 @@ template <class T>
 INLINE void pin(T&) {}
 #include "linear_tile.h"
 }  // namespace neon
-const Kernels neon_kernels = {neon::kMost, neon::kMostFloats, 0, neon::arrange, neon::multiply};
+const Kernels neon_kernels = {neon::kMost, neon::kMostFloats, neon::arrange, neon::multiply};
 }  // namespace specexport
 #if defined(__clang__)
 #pragma clang attribute pop

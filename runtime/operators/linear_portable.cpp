@@ -114,5 +114,5 @@ template <class T>
 INLINE void pin(T&) {}
 #include "linear_tile.h"
 }  // namespace portable
-const Kernels portable_kernels = {portable::kMost, portable::kMostFloats, 0, portable::arrange, portable::multiply};
+const Kernels portable_kernels = {portable::kMost, portable::kMostFloats, portable::arrange, portable::multiply};
 }  // namespace specexport

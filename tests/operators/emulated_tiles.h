@@ -11,13 +11,9 @@ struct EmulatedTiles {
     static thread_local int rows = 0;
     return rows;
   }
-  static int& quads() {
-    static thread_local int quads = 0;
-    return quads;
-  }
-  static void begin(int new_rows, int new_quads) {
-    if (rows() || new_rows < 1 || new_rows > 16 || (new_quads != 4 && new_quads != 8)) abort();
-    rows() = new_rows, quads() = new_quads;
+  static void begin(int new_rows) {
+    if (rows() || new_rows < 1 || new_rows > 16) abort();
+    rows() = new_rows;
   }
   static void end() { rows() = 0; }
   template <int n>
@@ -26,7 +22,7 @@ struct EmulatedTiles {
     for (int m = 0; m < rows(); m++)
       for (int i = 0; i < 16; i++) {
         int32_t sum = 0;
-        for (int k = 0; k < 4 * quads(); k++) sum += int8_t(a[m * stride + k]) * b[k / 4 * 64 + 4 * i + k % 4];
+        for (int k = 0; k < 32; k++) sum += int8_t(a[m * stride + k]) * b[k / 4 * 64 + 4 * i + k % 4];
         out[16 * m + i] = sum;
       }
   }

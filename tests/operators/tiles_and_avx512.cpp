@@ -4,7 +4,7 @@
 
 #if defined(__x86_64__)
 namespace specexport {
-const Kernels tiles_and_avx512 = {avx512::kMost, avx512::kMostFloats, avx512::kManyRows, avx512::arrange,
-                                  avx512::multiply_with<EmulatedTiles>};
+const Kernels tiles_and_avx512 = {avx512::kMost, avx512::kMostFloats, avx512::arrange,
+                                  avx512::multiply_with<EmulatedTiles>, avx512::kManyRows, 16};
 }
 #endif

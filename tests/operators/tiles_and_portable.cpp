@@ -15,8 +15,8 @@ struct UnsignedTiles : EmulatedTiles {  // takes activations for unsigned
   }
 };
 }  // namespace portable
-const Kernels tiles_and_portable = {portable::kMost, portable::kMostFloats, portable::kManyRows, portable::arrange,
-                                    portable::multiply_with<EmulatedTiles>};
+const Kernels tiles_and_portable = {portable::kMost, portable::kMostFloats, portable::arrange,
+                                    portable::multiply_with<EmulatedTiles>, portable::kManyRows, 16};
 bool the_check_knows_right_units() {
   return portable::multiplies_right<EmulatedTiles>() && !portable::multiplies_right<portable::UnsignedTiles>();
 }
