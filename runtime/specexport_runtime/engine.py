@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 from specexport_runtime.decoding.handle import Callback, RequestHandle, RequestListener
 from specexport_runtime.decoding.loop import DecodeLoop
@@ -308,6 +308,12 @@ class SpecEngine(PromptEncoder):
             whether it was kept.
         """
         return self._pins.unpin(prompt, cache_salt=cache_salt, lora=lora)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End what is running and release the engines and their memory. Requests are refused from now on."""

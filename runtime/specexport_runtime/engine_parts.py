@@ -75,6 +75,8 @@ class Assembly(NamedTuple):
 
 def assemble(parts: EngineParts, options: EngineOptions) -> Assembly:
     """Make what checks requests, and what decodes them; ``InvalidRequestError`` if parts and options do not fit."""
+    if not isinstance(parts, EngineParts):
+        raise InvalidRequestError(f"an engine is made of {parts!r:.80}.", "load a bundle: SpecEngine.load(PATH).")
     target, lookahead = parts.target, parts.lookahead
     max_model_len = options.max_model_len or parts.max_model_len
     tokenizer = whole_reader(parts.tokenizer)

@@ -69,6 +69,10 @@ def _open_file(path: Path) -> Any:
     try:
         return PlainReader(path)
     except Exception as error:  # whatever a parser of binary data stumbles over
+        if "reshape" in str(error) or isinstance(error, IndexError):  # it takes a view of what is not there
+            raise CheckpointError(
+                f"{path.name} ends after {path.stat().st_size / 1e6:.0f} MB, before its tensors do.", "fetch it again."
+            ) from error
         raise CheckpointError(
             f"{path.name} is no readable GGUF file ({type(error).__name__}: {str(error)[:200]}).",
             "fetch or convert the checkpoint again.",

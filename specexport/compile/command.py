@@ -33,7 +33,7 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
 
 @click.command()
 @click.argument("target", required=False)
-@click.option("--draft", help="Draft checkpoint. Without one the bundle decodes plainly.")
+@click.option("--draft", help="Draft checkpoint. Without one texts copy from themselves and from earlier ones.")
 @click.option(
     "--head", metavar="PATH|mtp", help="Draft head of the target, or the MTP module in its checkpoint, for a draft."
 )

@@ -148,6 +148,9 @@ def test_folders_that_are_no_bundles(tmp_path):
     assert "has no manifest.json" in refuse(tmp_path)
     for folder in (tmp_path / "nothing", "x" * 5000):
         assert "there is no folder" in refuse(folder)
+    for checkpoint, file in ((tmp_path, "config.json"), (tmp_path / "model.gguf", "model.gguf")):
+        (tmp_path / file).touch()
+        assert f"`specexport build {checkpoint} -o NEW_FOLDER`" in refuse(checkpoint)
 
 
 @pytest.mark.parametrize(

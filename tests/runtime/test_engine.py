@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.errors import EngineClosedError, InvalidRequestError
 from specexport_runtime.intake.speculative_config import parse_speculative_config
 from tests.support.fakes.engine import WORDS, make_engine
 from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_target
@@ -228,3 +228,22 @@ def test_halves_of_surrogate_pairs_are_no_text(engine, text):
         with pytest.raises(InvalidRequestError, match=r"is no text: character \d is '\\ud") as caught:
             ask()
         assert "UTF-8" in caught.value.hint
+
+
+def test_what_is_no_prompt_parameter_or_part_is_told(engine):
+    for call, words in (
+        (lambda: engine.generate("w1", {"max_tokens": 3}), "SamplingParams"),
+        (lambda: engine.generate(5), "token ids"),
+        (lambda: SpecEngine("engines/demo"), "SpecEngine.load"),
+    ):
+        with pytest.raises(InvalidRequestError, match=words):
+            call()
+    with pytest.raises(TypeError, match=r"SamplingParams\(max_tokens=5\)"):
+        engine.generate("w1", max_tokens=5)
+
+
+def test_a_block_closes_its_engine():
+    with make_engine() as engine:
+        assert engine.generate("w1", SamplingParams(max_tokens=1))[0].token_ids
+    with pytest.raises(EngineClosedError):
+        engine.generate("w1")

@@ -77,6 +77,8 @@ class RequestBuilder:
         stream: bool = False,  # keep the text of each token
     ) -> Request:
         """The sequence of one request; ``InvalidRequestError`` if the request can never be served."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"sampling parameters are {params!r:.80}.", "give SamplingParams(max_tokens=…).")
         is_repeatable = params.seed is not None and not params.is_greedy
         plan = resolve_draft_plan(options, self.abilities, self.defaults, is_repeatable=is_repeatable)
         traits = [self.abilities.drafters[stage.drafter] for stage in plan.stages]

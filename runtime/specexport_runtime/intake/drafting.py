@@ -119,6 +119,8 @@ def check_names(options: Mapping[str, Any]) -> None:
     """``TypeError`` for a name that is no option of requests."""
     names = RequestOptions.__annotations__
     for name in options:
+        if name in SamplingParams.__annotations__:
+            raise TypeError(f"{name} is a sampling parameter: give SamplingParams({name}={options[name]!r})")
         if name not in names:
             near = get_close_matches(name, names, n=1)
             raise TypeError(f"there is no request option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))

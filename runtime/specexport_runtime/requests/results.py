@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.records import FORCED, RoundTrace
 from specexport_runtime.requests.request import FinishReason, Request, RoundEvent
 from specexport_runtime.requests.stats import RequestStats
@@ -86,6 +87,8 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, or many, as a list. Token ids of one prompt are one prompt."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, (Sequence, np.ndarray)):
+        raise InvalidRequestError(f"the prompts are {prompts!r:.80}.", "give a text, token ids, or a list of either.")
     if len(prompts) and all(isinstance(item, (int, np.integer)) for item in prompts):
         return [prompts]  # type: ignore[list-item]  # the check above makes it token ids
     return list(prompts)  # type: ignore[arg-type]
