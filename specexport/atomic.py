@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from specexport_runtime.bundle.held import held, take_lock
 from specexport_runtime.errors import OutputExistsError, UserInputError, write_fault
 
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 _CLONE_FILE = 0x40049409  # Linux ioctl FICLONE: share the blocks until one side is written
 
 
@@ -55,8 +56,7 @@ def remove_leftovers(path: Path) -> list[Path]:
                 lock = stack.enter_context(names.lock.open("r+b"))
                 if take_lock(lock.fileno(), alone=True) is not True:
                     continue
-            if names.old.exists() and not path.exists():
-                os.rename(names.old, path)
+            _put_back(names, path)
             for folder in (names.tmp, names.old):
                 if folder.exists():
                     shutil.rmtree(folder, ignore_errors=True)
@@ -117,16 +117,27 @@ def new_folder(path: Path, *, replace: bool = False, sync: bool = True) -> Itera
             raise _refused(error, path, tree_size(names.tmp)) from error
 
 
+def _put_back(names: _Names, path: Path) -> None:
+    """Give a missing folder its old content again, unless others put theirs there meanwhile."""
+    if names.old.exists() and not path.exists():
+        try:
+            os.rename(names.old, path)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+
+
 def _put_in_place(names: _Names, path: Path, *, replace: bool) -> None:
     while True:
-        with held(path, alone=True):
+        # The parent as well: who finds nothing at `path`, as another replaces it just now, has nothing to hold there.
+        with held(path, alone=True), held(path.parent, alone=True):
             try:
                 if replace and path.exists():
                     os.rename(path, names.old)
                 os.rename(names.tmp, path)
                 break
             except OSError as error:
-                taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+                taken = error.errno in _TAKEN
                 if taken and not replace:
                     raise OutputExistsError(
                         f"{path} has appeared while it was being built.", "see what is in it, then build again."
@@ -135,8 +146,7 @@ def _put_in_place(names: _Names, path: Path, *, replace: bool) -> None:
                 if not (taken or error.errno == errno.ENOENT) or not names.tmp.exists():
                     raise
             finally:
-                if not path.exists() and names.old.exists():  # an error, or Ctrl-C
-                    os.rename(names.old, path)
+                _put_back(names, path)  # after an error, or Ctrl-C
         shutil.rmtree(names.old, ignore_errors=True)
     _sync_folder(path.parent)
 
