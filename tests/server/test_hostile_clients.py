@@ -24,7 +24,7 @@ from tests.support.servers.drawn_bodies import drawn_bodies
 from tests.support.servers.fuzzing import fuzz
 from tests.support.servers.hostile import TEMPLATE, attack, hostile_clients
 from tests.support.servers.loop_pieces import LONGEST_PIECE_S, Pieces, pieces_of
-from tests.support.servers.raw_http import RawRequest, send
+from tests.support.servers.raw_http import Answer, RawRequest, send
 from tests.support.servers.wire import HEALTH, request
 
 HOSTILE, *HONEST = (f"{i:032}" for i in range(4))
@@ -42,12 +42,15 @@ class Watched:
         self.served, self.pieces = served, pieces
         self.right = self.ask(HONEST[0])
 
+    def answer_to(self, asked: RawRequest) -> Answer:
+        # As HTTP's libraries do when a connection ends without a word: it may have been the oldest of too many.
+        (answer,) = send(self.served.port, asked) or send(self.served.port, asked)
+        return answer
+
     def ask(self, key: str) -> str:
         body = {"prompt": "import os\n", "max_tokens": 8, "temperature": 0}
         data = request(body, Authorization=f"Bearer {key}", Connection="close")
-        answers = send(self.served.port, RawRequest("honest", data))
-        # As HTTP's libraries do when a connection ends without a word: it may have been the oldest of too many.
-        (answer,) = answers or send(self.served.port, RawRequest("honest", data))
+        answer = self.answer_to(RawRequest("honest", data))
         assert answer.status == 200, answer
         return json.loads(answer.body)["choices"][0]["text"]
 
@@ -64,7 +67,7 @@ class Watched:
         found = []
         while not found or not over.wait(0.02):
             start = time.perf_counter()
-            (answer,) = send(self.served.port, RawRequest("probe", PROBE))
+            answer = self.answer_to(RawRequest("probe", PROBE))
             found.append(time.perf_counter() - start)
             assert answer.status == 200, answer
         return found
