@@ -3,8 +3,7 @@
     python benchmarks/step_profile.py engines/qwen-coder --widths 1,5
 
 Medians over the steps, in milliseconds, of the operators of one kind together; ``outside of nodes`` is what of the
-step, without a profile, is in none of them. Products say how many bytes of weights they read, and how fast. A profile
-costs about a microsecond a node.
+step, without a profile, is in none of them. A profile costs about a microsecond a node, so that this may be below zero.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 // Groups of up to 16 rows with a unit that multiplies tiles of bytes, as AMX has it: included after linear_tile.h.
-// For blocks with one scale: with two (q6_k, q2_k) products by vectors took 0.83 to 0.97 of its time (Xeon, AMX).
+// For blocks with one scale: with two, products by vectors took 0.83 to 0.97 of its time (q6_k, near, a Xeon).
 //
 // A Unit has
 //   begin(rows)                product() may be called then, up to end()

@@ -115,7 +115,7 @@ struct Amx {
 };
 }  // namespace avx512
 const Kernels avx512_kernels = {avx512::kMost, avx512::kMostFloats, avx512::arrange, avx512::multiply};
-// From 64 rows: 0.90 to 0.97 of the time of reading 100 and 200 tokens (q4_k, two threads); 16 rows took 1.1 to 1.5.
+// From 64 rows: 0.90 to 0.97 of the time of reading 100 and 200 tokens (q4_k, two threads); 16 rows took 1.0 to 1.6.
 const Kernels amx_kernels = {avx512::kMost, avx512::kMostFloats, avx512::arrange,
                              avx512::multiply_with<avx512::Amx>, avx512::kManyRows, 64};
 bool amx_multiplies_right() { return avx512::multiplies_right<avx512::Amx>(); }

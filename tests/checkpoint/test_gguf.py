@@ -37,6 +37,12 @@ def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF" + bytes(40))
     with pytest.raises(CheckpointError, match=r"broken\.gguf"):
         load_checkpoint(str(path))
+    write_gguf(make_model("Qwen2", GROUPED), path)
+    whole = path.read_bytes()
+    for size in (len(whole) - 40, len(whole) // 3, 3000):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=rf"broken\.gguf ends after {size:,} bytes"):
+            load_checkpoint(str(path))
 
 
 def test_a_folder_with_only_a_gguf_file_points_at_the_file(tmp_path: Path) -> None:

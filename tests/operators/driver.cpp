@@ -61,7 +61,7 @@ struct Set {
 
 bool check(const char* name, const Set& the, int64_t n, int64_t k) {
   const Kernels& set = *the.kernels;
-  const int64_t rows = set.many && draw() % 4 ? set.many + draw() % 25 : 1 + draw() % 21;
+  const int64_t rows = set.many && draw() % 4 ? set.many_from + draw() % 25 : 1 + draw() % 21;
   Product p = {};
   Format format;
   if (!find_format(name, format)) return printf("%s: no format\n", name), false;

@@ -102,7 +102,7 @@ def watched(demo_bundle: Path) -> Iterator[Watched]:
             gc.collect()
             gc.freeze()  # as a server's own process
             usual = gc.get_threshold()
-            gc.set_threshold(700, 10, 10)  # Python's own; in tests more garbage lies about
+            gc.set_threshold(700, 10, 2)  # the same; in tests more garbage lies about
             yield Watched(served, pieces)
             gc.set_threshold(*usual)
 

@@ -102,8 +102,8 @@ def _digest(data: Mapping[str, Any]) -> str:
 def load_manifest(folder: Path) -> Manifest:
     """Read and check ``folder/manifest.json`` alone; BundleError, or IncompatibleError for another schema or ABI."""
     path = folder / MANIFEST_NAME
-    checkpoint = os.path.join(folder, "config.json") if os.path.isdir(folder) else str(folder)
-    if checkpoint.endswith((".gguf", "config.json")) and os.path.isfile(checkpoint) and not os.path.lexists(path):
+    is_checkpoint = os.path.isfile(folder / "config.json") or (folder.suffix == ".gguf" and os.path.isfile(folder))
+    if is_checkpoint and not os.path.lexists(path):
         raise BundleError(
             f"{folder} is a checkpoint, and no bundle yet.",
             f"run `specexport build {folder} -o NEW_FOLDER`, then give NEW_FOLDER.",

@@ -59,7 +59,7 @@ INT8 = QuantKind(
 INT4 = QuantKind(
     name="int4",
     limits=Limits(agreement=0.65, lost=0.2, perplexity=1.0, divergence=1.0, tensor=0.5),
-    flops=Flops(narrow=2.8e11, wide=6e11),
+    flops=Flops(narrow=2.8e11, wide=5e11),
     backends={
         "ort-cpu": BackendPasses("specexport.passes.quantize_ort_cpu", block=32, weighs_inputs=True),
         # Loses least, and the only block that the tensor-core kernel of ONNX Runtime's wheels takes.
@@ -75,7 +75,7 @@ INT4 = QuantKind(
 KEPT = QuantKind(
     name="keep",
     limits=Limits(agreement=0.9, lost=0.05, perplexity=0.02, divergence=0.02, tensor=0.1),
-    flops=Flops(narrow=2.8e11, wide=6e11),
+    flops=Flops(narrow=2.8e11, wide=5e11),
     backends={"ort-cpu": BackendPasses("specexport.passes.quantize_kept")},
     says="weights as the checkpoint has them",
 )

@@ -29,9 +29,8 @@ class _Rates(NamedTuple):
     of_kind: Callable[[Flops], float] | None = None  # products with quantized weights; None: as with float ones
 
 
-# Two cores, a model of 1.5 billion: what counts is how much they multiply while they read a byte. Fitted to steps of 1,
-# 2, 5 and 9 tokens, kept: 49, 56, 76, 113 ms with 256 bits (a Xeon); 39, –, 54, 67 and 32, 35, 51, 75 with AVX-512 (the
-# Xeon, an EPYC).
+# Two cores, a model of 1.5 billion: what counts is how much they multiply while they read a byte. Ratios of steps are
+# fitted: of 5 and 9 tokens to one, kept, 1.56 and 2.32 with 256 bits, 1.38 and 1.73 with AVX-512 (a Xeon).
 _NARROW = _Rates(2e10, 3e-5, 1.2e11, 2.2e10, hidden=0.3, of_kind=lambda kind: kind.narrow)
 _WIDE = _Rates(2e10, 3e-5, 2e11, 2.2e10, hidden=0.25, of_kind=lambda kind: kind.wide)
 _CPU = {"avx512vnni": _WIDE, "amx": _WIDE}
