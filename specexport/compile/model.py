@@ -121,6 +121,8 @@ def prepare_model(
     ranges, cached = _calibrate(checkpoint, each, role, clock)
     with clock.stage("trace", role):
         traced = trace_checkpoint(checkpoint, features, group_experts=find_backend(recipe.backend).groups_experts)
+        if traced.whole is not None:
+            clock.note(f"all layers are traced: {traced.whole}")
         # A copy of the graph (not of the weights): the exporter's own still refers to tied weights it has dropped.
         traced = traced._replace(ir_model=traced.ir_model.clone())
         del checkpoint.model  # the graph holds the weights now

@@ -1,6 +1,7 @@
 """Tracing with its safety net: the packed model, run eagerly, against the model's own attention."""
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from specexport.trace.attention import implementation
 from specexport.trace.experts import traceable_experts
 from specexport.trace.export import PackedModel, TracedModel, trace_model
 from specexport.trace.geometry import ModelCalls, probe_layers
+from specexport.trace.layer_kinds import LayerKinds, LayerWatch
 from specexport.trace.layers import FeatureRequest
 from specexport.trace.refuse import check_config, refuse
 from specexport_runtime.abi import STATE_STEPS, STEP_INPUTS, state_shapes
@@ -37,8 +39,10 @@ def trace_checkpoint(
     with traceable_experts(model, grouped=group_experts):
         with stand_ins(model, checkpoint.stored):
             calls = probe_layers(model)
-            check_packed(model, calls)
-        return trace_model(model, calls, checkpoint.stored, features)
+            kinds = check_packed(model, calls)
+        if isinstance(kinds, str):
+            return trace_model(model, calls, checkpoint.stored, features)._replace(whole=kinds)
+        return trace_model(model, calls, checkpoint.stored, features, kinds)
 
 
 def eager_logits(
@@ -68,8 +72,11 @@ def reference_logits(checkpoint: Checkpoint, sequences: list[list[int]]) -> list
             raise refuse(checkpoint.model, reason) from error
 
 
-def check_packed(model: Any, calls: ModelCalls) -> None:
-    """Run two ragged packed steps and compare every logit with the eager model's; UnsupportedModelError if not."""
+def check_packed(model: Any, calls: ModelCalls) -> LayerKinds | str:
+    """Run two ragged packed steps and compare every logit with the eager model's; UnsupportedModelError if not.
+
+    Returns what was seen of the layers meanwhile, or why they cannot be told apart.
+    """
     vocab = model.config.get_text_config().vocab_size
     sequences = [[(37 * row + 11 * i + 5) % vocab for i in range(length)] for row, length in enumerate(_SEQUENCES)]
     expected = eager_logits(model, sequences)
@@ -78,20 +85,21 @@ def check_packed(model: Any, calls: ModelCalls) -> None:
         heads, k_dim, v_dim = call.geometry
         kept += [torch.zeros(2, 1, heads, max(_SEQUENCES), dim, dtype=model.dtype) for dim in (k_dim, v_dim)]
     kept += empty_states(calls, 2)
-    starts = (0, 0)
+    starts, watch = (0, 0), LayerWatch(model, kept, 2 * len(calls.attention))
     for ends in (_FIRST_STEP, _SEQUENCES):
         spans = list(zip(starts, ends, strict=True))
         tokens = [token for ids, (start, end) in zip(sequences, spans, strict=True) for token in ids[start:end]]
-        logits, kept = packed_step(
-            model,
-            calls,
-            tokens=tokens,
-            positions=[position for start, end in spans for position in range(start, end)],
-            kv_lens=starts,
-            counts=[end - start for start, end in spans],
-            kept=kept,
-            logit_rows=range(len(tokens)),
-        )
+        with nullcontext() if any(starts) else watch.installed():
+            logits, kept = packed_step(
+                model,
+                calls,
+                tokens=tokens,
+                positions=[position for start, end in spans for position in range(start, end)],
+                kv_lens=starts,
+                counts=[end - start for start, end in spans],
+                kept=kept,
+                logit_rows=range(len(tokens)),
+            )
         wanted = np.concatenate([expected[row][starts[row] : ends[row]] for row in range(2)])
         error, scale = float(np.abs(logits - wanted).max()), max(1.0, float(np.abs(wanted).max()))
         if not error <= TOLERANCE[model.dtype] * scale:
@@ -101,6 +109,7 @@ def check_packed(model: Any, calls: ModelCalls) -> None:
             )
             raise refuse(model, reason + _by_states(calls))
         starts = ends
+    return watch.result()
 
 
 def _by_states(calls: ModelCalls) -> str:

@@ -6,9 +6,10 @@ torch.export with explicit dimensions, then the dynamo exporter at opset 23, who
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -22,10 +23,12 @@ from specexport.ops.onnx_op import build_translation, register_schema
 from specexport.ops.spec import DIM_NAMES, EXPERTS, RECURRENCES, UNPADDED_ATTENTION
 from specexport.trace.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
 from specexport.trace.geometry import ModelCalls
+from specexport.trace.layer_kinds import LayerKinds, Unlike
 from specexport.trace.layers import FeatureRequest, tapped
 from specexport.trace.quirks import PackedTokens, quirks
 from specexport.trace.recurrence import RecurrenceCall, RecurrenceContext, recur, recurrence_hook
 from specexport.trace.refuse import refuse
+from specexport.trace.unroll import calls_of, only, unroll
 from specexport_runtime.abi import (
     CACHE_INPUTS,
     FEATURES,
@@ -59,6 +62,7 @@ class TracedModel(NamedTuple):
     states: tuple[StateGeometry, ...] = ()  # sizes of what each recurrence keeps
     # Entries that a token of each attention layer sees, -1 for all; empty where all see all
     windows: tuple[int, ...] = ()
+    whole: str | None = None  # why all layers were traced; None if those of a kind were written like one of them
 
 
 class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
@@ -126,17 +130,21 @@ def state_names(num_states: int) -> tuple[list[str], list[str]]:
 
 
 def trace_model(
-    model: Any, calls: ModelCalls, stored: Stored | None = None, features: FeatureRequest | None = None
+    model: Any,
+    calls: ModelCalls,
+    stored: Stored | None = None,
+    features: FeatureRequest | None = None,
+    kinds: LayerKinds | None = None,
 ) -> TracedModel:
-    """Trace a model in eval mode to ONNX IR, over its own memory; UnsupportedModelError if torch cannot export it."""
-    packed = PackedModel(model, calls, features).eval()
-    outputs = [LOGITS] if features is None else [LOGITS, FEATURES]
+    """Trace a model in eval mode to ONNX IR, over its own memory; UnsupportedModelError if torch cannot export it.
+
+    With ``kinds`` the first and the last layer of each are traced, and the others are written like them.
+    """
+    layers = tuple(call.geometry for call in calls.attention)
+    states = tuple(call.geometry for call in calls.recurrences)
     with torch.no_grad(), blanks(model, stored or {}) as names:
-        layers = tuple(call.geometry for call in calls.attention)
-        states = tuple(call.geometry for call in calls.recurrences)
-        inputs = [*STEP_INPUTS, *([STATE_STEPS] if states else [])]
         try:
-            ir_model = trace_step(packed, model.dtype, layers, inputs, outputs, states=states)
+            ir_model, whole = _trace_layers(model, calls, features, kinds)
         except SpecexportError:
             raise
         except Exception as error:  # of torch.export and of the exporter, which have many
@@ -146,7 +154,32 @@ def trace_model(
             raise refuse(model, f"torch cannot export its forward pass ({reason[:300]})") from error
         _name_stored(model, ir_model, stored or {}, names)
     windows = tuple(call.window for call in calls.attention)
-    return TracedModel(ir_model, layers, states, windows if max(windows, default=-1) > 0 else ())
+    return TracedModel(ir_model, layers, states, windows if max(windows, default=-1) > 0 else (), whole)
+
+
+def _trace_layers(
+    model: Any, calls: ModelCalls, features: FeatureRequest | None, kinds: LayerKinds | None
+) -> tuple[ir.Model, str | None]:
+    """The graph of all layers; and why all of them were traced, None if not all were."""
+    outputs, taps = ([LOGITS], ()) if features is None else ([LOGITS, FEATURES], features.taps)
+    inputs = [*STEP_INPUTS, *([STATE_STEPS] if calls.recurrences else [])]
+
+    def trace(some: ModelCalls, finish: Callable[[ir.Model], None] | None = None) -> ir.Model:
+        layers = [call.geometry for call in some.attention]
+        states = [call.geometry for call in some.recurrences]
+        packed = PackedModel(model, some, features).eval()
+        return trace_step(packed, model.dtype, layers, inputs, outputs, states=states, finish=finish)
+
+    traced = [] if kinds is None else kinds.traced(taps)
+    if kinds is None or len(traced) == len(kinds.layers):
+        return trace(calls), None
+    weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    try:
+        with only(kinds, traced):
+            finish = partial(unroll, kinds=kinds, traced=traced, weights=weights, taps=taps)
+            return trace(calls_of(calls, kinds, traced), finish), None
+    except Exception as error:  # a model may look into layers that have nothing in them
+        return trace(calls), str(error) if isinstance(error, Unlike) else "it looks into its layers"
 
 
 def trace_step(
@@ -159,6 +192,7 @@ def trace_step(
     *,
     states: Sequence[StateGeometry] = (),  # sizes of what recurrences keep
     reads_only: bool = False,  # the caches are another model's, and ``packed`` does not give them
+    finish: Callable[[ir.Model], None] | None = None,  # gets the graph with the exporter's notes
 ) -> ir.Model:
     """Trace a module from ``inputs``, caches and states of a packed step to ``outputs``, caches and states."""
     for op in _OPS:
@@ -183,6 +217,8 @@ def trace_step(
                 getattr(torch.ops.specexport, op.torch_name).default: build_translation(op) for op in _OPS
             },
         )
+    if finish is not None:
+        finish(program.model)
     # The exporter notes Python stack traces, with paths of this machine, on every node.
     common_passes.ClearMetadataAndDocStringPass()(program.model)
     name_dimensions(program.model)

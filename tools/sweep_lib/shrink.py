@@ -107,14 +107,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 """What the names do not tell, by architecture."""
 
 
-def shrink(name: str) -> Any:
-    """A small configuration of an architecture, by its ``model_type``; raises what its configuration class raises."""
+def shrink(name: str, repeats: int = 1) -> Any:
+    """A small configuration of an architecture, by its ``model_type``; raises what its configuration class raises.
+
+    The layers that have every kind come ``repeats`` times.
+    """
     from transformers import CONFIG_MAPPING
 
-    return _shrunk(CONFIG_MAPPING[name], OVERRIDES.get(name, {}))
+    return _shrunk(CONFIG_MAPPING[name], OVERRIDES.get(name, {}), repeats)
 
 
-def _shrunk(kind: Any, overrides: dict[str, Any]) -> Any:
+def _shrunk(kind: Any, overrides: dict[str, Any], repeats: int) -> Any:
     default = kind()
     plain = default.to_dict()  # some fields cannot be read as attributes where layers have their own sizes
     fields = _small_sizes({key: value for key, value in plain.items() if key not in kind.sub_configs})
@@ -128,8 +131,16 @@ def _shrunk(kind: Any, overrides: dict[str, Any]) -> Any:
         inner = getattr(default, key, None)  # where the class is AutoConfig, the default says which it is
         sub = named if getattr(named, "model_type", None) is not None else type(inner)
         if sub is not type(None):
-            fields[key] = _shrunk(sub, overrides.get(key, {})).to_dict()
-    return kind(**fields | {key: value for key, value in overrides.items() if key not in kind.sub_configs})
+            fields[key] = _shrunk(sub, overrides.get(key, {}), repeats).to_dict()
+    fields |= {key: value for key, value in overrides.items() if key not in kind.sub_configs}
+    return kind(**fields | (_repeated(fields, layers, repeats) if layers is not None else {}))
+
+
+def _repeated(fields: dict[str, Any], layers: str, repeats: int) -> dict[str, Any]:
+    """All layers several times, with what is said of each."""
+    count = fields.get("num_hidden_layers", fields[layers])
+    found = {key: value * repeats for key, value in fields.items() if isinstance(value, list) and len(value) == count}
+    return found | {key: count * repeats for key in ("num_hidden_layers", layers) if key in fields}
 
 
 def _small_sizes(plain: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,223 @@
+"""Which decoder layers compute the same with other weights, found by watching a model run.
+
+Every call of a torch function is written down with its arguments: weights by their names in the layer, results by their
+numbers, all else as it is. Layers are of one kind if their notes are the same up to the layer's own number.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from specexport.trace.layers import hidden_of
+
+ATTENTION, RECURRENCE = "attention", "recurrence"
+"""Words for what a tensor that a step keeps belongs to."""
+
+
+class LayerKinds(NamedTuple):
+    """What is known of a model's decoder layers."""
+
+    layers: Any  # the list of them
+    path: str  # its name in the model
+    kinds: tuple[int, ...]  # of each layer, the first layer that computes the same
+    # Calls of attention and of recurrences that each layer makes
+    calls: tuple[Mapping[str, int], ...]
+    rest: tuple[Any, ...]  # what each layer gives beside the hidden state, None for layers that give that alone
+
+    def traced(self, taps: Sequence[int] = ()) -> list[int]:
+        """Layers that must be traced: the first and the last of each kind, and those that a head reads behind."""
+        found = set(self.kinds) | {tap - 1 for tap in taps if 0 < tap <= len(self.kinds)}
+        last = {kind: layer for layer, kind in enumerate(self.kinds)}
+        return sorted(found | set(last.values()))
+
+    def numbers(self, word: str, layer: int) -> range:
+        """Numbers, among those of the model, of the calls that a layer makes."""
+        first = sum(calls[word] for calls in self.calls[:layer])
+        return range(first, first + self.calls[layer][word])
+
+
+class Unlike(Exception):  # noqa: N818
+    """A layer's trace is not what its kind says; the text says why."""
+
+
+class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed
+    """Writes down what each layer of one run computes."""
+
+    def __init__(self, model: Any, kept: Sequence[Tensor], num_caches: int) -> None:
+        super().__init__()
+        self._layers, self._path, self._trouble = _layer_list(model)
+        self._kept = {id(each): (ATTENTION if i < num_caches else RECURRENCE, i) for i, each in enumerate(kept)}
+        self._owners = _owners(model, self._path)
+        self._outside: dict[int, int] = {}  # numbers of values that no layer made, by identity
+        self._local: dict[int, Any] = {}  # names of values within the layer that runs
+        self._held: list[Any] = []  # keeps identities from being used anew
+        self._now: int | None = None
+        self._notes: list[list[Any]] = []
+        self._calls: list[dict[str, int]] = []
+        self._rest: list[Any] = []
+        self._seen: dict[str, list[int]] = {}  # what is kept, as far as the layer that runs has asked for it
+        self._hidden: Tensor | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Make the call, and note it."""
+        del types
+        named = kwargs or {}
+        if self._now is None:
+            return func(*args, **named)
+        note = (func, self._named(args), self._named(named))
+        result = func(*args, **named)
+        self._notes[-1].append(note)
+        self._number(result)
+        return result
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within the block, one run of the model is watched."""
+        hooks = []
+        for index, layer in enumerate(self._layers):
+            hooks.append(layer.register_forward_pre_hook(self._before(index), with_kwargs=True))
+            hooks.append(layer.register_forward_hook(self._after(index)))
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def result(self) -> LayerKinds | str:
+        """The kinds of the layers that ran, or why there are none."""
+        if self._trouble is None and len(self._notes) != len(self._layers):
+            self._trouble = "not every layer runs once"
+        if self._trouble is not None:
+            return self._trouble
+        kinds: list[int] = []
+        numbered: dict[int, frozenset[int]] = {}  # of each kind with two layers, where a layer's number stands
+        for layer, notes in enumerate(self._notes):
+            for first in sorted(set(kinds)):
+                places = _numbers(self._notes[first], notes, first, layer)
+                if places is not None and numbered.setdefault(first, places) == places:
+                    kinds.append(first)
+                    break
+            else:
+                kinds.append(layer)
+        return LayerKinds(self._layers, self._path, tuple(kinds), tuple(self._calls), tuple(self._rest))
+
+    def _before(self, index: int) -> Callable[..., None]:
+        def enter(_layer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            hidden = given[0] if given else named.get("hidden_states")
+            if self._now is not None or index != len(self._notes) or not isinstance(hidden, Tensor):
+                self._trouble = self._trouble or "its layers do not run one behind the other"
+                return
+            if index and hidden is not self._hidden:
+                self._trouble = self._trouble or "something is computed between its layers"
+            self._now = index
+            self._local, self._seen = {id(hidden): "hidden"}, {ATTENTION: [], RECURRENCE: []}
+            self._held.append(hidden)
+            self._notes.append([(self._named(given), self._named(named))])
+
+        return enter
+
+    def _after(self, index: int) -> Callable[..., None]:
+        def leave(_layer: Any, _given: Any, output: Any) -> None:
+            if self._now != index:
+                return
+            self._notes[-1].append(self._named(output))
+            self._now, self._hidden = None, hidden_of(output)
+            rest = None if isinstance(output, Tensor) else tuple(output[1:])
+            if any(isinstance(each, Tensor) for each in rest or ()):
+                self._trouble = self._trouble or "its layers hand more on than a hidden state"
+            self._rest.append(rest)
+            self._calls.append({word: len(seen) // 2 for word, seen in self._seen.items()})  # two tensors a call
+
+        return leave
+
+    def _number(self, result: Any) -> None:
+        """Give what a function made a number in its layer; what it got and gives back keeps its own."""
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor) and id(value) not in self._local:
+                self._local[id(value)] = ("value", len(self._local))
+                self._held.append(value)
+
+    def _named(self, value: Any) -> Any:
+        """Arguments in a form that can be compared."""
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, (tuple, list)):
+            return (type(value).__name__, *(self._named(each) for each in value))
+        if isinstance(value, dict):
+            return ("dict", *((key, self._named(each)) for key, each in sorted(value.items())))
+        if isinstance(value, slice):
+            return ("slice", self._named(value.start), self._named(value.stop), self._named(value.step))
+        return value
+
+    def _tensor(self, value: Tensor) -> Any:
+        key = id(value)
+        if key in self._local:
+            return self._local[key]
+        if key in self._kept:
+            word, number = self._kept[key]
+            if number not in self._seen[word]:
+                self._seen[word].append(number)
+            return (word, number - self._seen[word][0])
+        if key in self._owners:
+            layer, name = self._owners[key]
+            own = layer == self._now
+            return ("weight", name if own else (layer, name), value.dtype, tuple(value.shape))
+        if key not in self._outside:
+            self._outside[key] = len(self._outside)
+            self._held.append(value)
+        return ("outside", self._outside[key])
+
+
+def _layer_list(model: Any) -> tuple[Any, str, str | None]:
+    """The list of all decoder layers, and its name; an empty one and a reason where it is not known."""
+    size = model.config.get_text_config().num_hidden_layers
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == size
+    ]
+    found = [each for each in found if not any(each[0].startswith(f"{other}.") for other, _ in found)]  # of experts
+    if len(found) != 1:
+        return (), "", f"its {size} layers are in {len(found)} lists of modules, not in one"
+    return found[0][1], found[0][0], None
+
+
+def _owners(model: Any, path: str) -> dict[int, tuple[int | None, str]]:
+    """Layer and name of each weight by identity; the name within the layer, or the whole one outside of layers."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    found: dict[int, tuple[int | None, str]] = {}
+    for name, weight in named:
+        number, _, inner = name.removeprefix(f"{path}.").partition(".")
+        inside = name.startswith(f"{path}.") and number.isdecimal()
+        found.setdefault(id(weight), (int(number), inner) if inside else (None, name))
+    return found
+
+
+def _numbers(one: Any, other: Any, first: int, second: int) -> frozenset[int] | None:
+    """Where the notes of layers ``first`` and ``second`` have these numbers; None if they differ in more."""
+    flat = list(_leaves(one)), list(_leaves(other))
+    if len(flat[0]) != len(flat[1]):
+        return None
+    places = set()
+    for place, (a, b) in enumerate(zip(*flat, strict=True)):
+        if type(a) is int and type(b) is int and (a, b) == (first, second):
+            places.add(place)
+        elif type(a) is not type(b) or not (a == b or (a != a and b != b)):  # noqa: PLR0124 - not a number
+            return None
+    return frozenset(places)
+
+
+def _leaves(note: Any) -> Iterator[Any]:
+    if isinstance(note, (tuple, list)):
+        yield len(note)
+        for each in note:
+            yield from _leaves(each)
+    else:
+        yield note
