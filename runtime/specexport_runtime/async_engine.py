@@ -23,7 +23,7 @@ from specexport_runtime.errors import (
     QueueFullError,
     SpecexportError,
 )
-from specexport_runtime.intake.drafting import RequestOptions, RequestSpec
+from specexport_runtime.intake.drafting import RequestOptions, RequestSpec, request_specs
 from specexport_runtime.requests.results import GenerationResult, Prompt, StreamChunk
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.side_work import SideWork
@@ -224,8 +224,8 @@ class Mailbox:
             request.receive(item)
 
 
-def _owner_of(spec: RequestSpec) -> str:
-    owner = spec.options.get("owner", "")
+def _owner_of(options: RequestOptions) -> str:
+    owner = options.get("owner", "")
     return owner if isinstance(owner, str) else ""  # which the engine refuses
 
 
@@ -303,6 +303,9 @@ class AsyncSpecEngine:
             raise
         return AsyncSpecEngine(engine, max_waiting=max_waiting, max_requests_per_owner=max_requests_per_owner)
 
+    def __repr__(self) -> str:
+        return f"Async{self.engine!r}"
+
     async def __aenter__(self) -> "AsyncSpecEngine":
         return self
 
@@ -338,12 +341,12 @@ class AsyncSpecEngine:
 
     async def submit_all(self, requests: Sequence[RequestSpec]) -> list[AsyncRequest]:
         """Queue several requests, all or none; errors as :meth:`submit`."""
-        owners = Counter(map(_owner_of, requests))
+        owners = Counter(_owner_of(spec.options) for spec in requests)
         self._check_room(len(requests), owners)
         length = sum(len(spec.prompt) + len(spec.reference or ()) for spec in requests)
         forms = [spec.params.structured_outputs for spec in requests if spec.params.structured_outputs is not None]
         compiles = not all(map(self.engine.has_form, forms))
-        taken = [AsyncRequest(self, _owner_of(spec)) for spec in requests]
+        taken = [AsyncRequest(self, _owner_of(spec.options)) for spec in requests]
         if taken:
             self._active.update(taken)
             self._held.update(owners)
@@ -363,15 +366,56 @@ class AsyncSpecEngine:
 
     async def generate(
         self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        references: Sequence[Prompt | None] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[GenerationResult]:
+        """Generate for one or many prompts: always a list of results; arguments as :meth:`SpecEngine.generate`.
+
+        All requests are cancelled if the task is, or if one of them fails; errors as :meth:`submit` and
+        :meth:`AsyncRequest.result`.
+        """
+        requests = await self.submit_all(request_specs(prompts, params, references, options))
+        try:
+            return list(await asyncio.gather(*(request.result() for request in requests)))
+        finally:
+            for request in requests:
+                request.cancel()
+
+    async def stream(
+        self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         reference: Prompt | None = None,
         **options: Unpack[RequestOptions],
-    ) -> GenerationResult:
-        """Submit one request and wait for its result; cancelled if the task is."""
+    ) -> AsyncIterator[StreamChunk]:
+        """Generate for one prompt, a chunk a round; it is queued, or refused as by :meth:`submit`, with the first one.
+
+        Leaving the iteration early cancels the request, as does cancelling the task.
+        """
         request = await self.submit(prompt, params, reference=reference, **options)
-        return await request.result()
+        try:
+            async for chunk in request:
+                yield chunk
+        finally:
+            request.cancel()
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> GenerationResult:
+        """Answer one conversation; arguments as :meth:`SpecEngine.chat`, errors as :meth:`generate`."""
+        encode = partial(self.engine.encode_chat, messages, tools, template_arguments)
+        prompt = await self.aside(encode, _owner_of(options), lane="brief")
+        return (await self.generate(prompt, params, **options))[0]
 
     @contextmanager
     def place(self, owner: str = "") -> Iterator[None]:

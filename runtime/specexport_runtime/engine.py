@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -13,10 +13,10 @@ from specexport_runtime.engine_options import EngineOptions, make_options, with_
 from specexport_runtime.engine_parts import EngineParts, assemble, check_empty
 from specexport_runtime.errors import EngineClosedError
 from specexport_runtime.intake.checks import one_each
-from specexport_runtime.intake.drafting import DraftPlan, RequestOptions, RequestSpec, resolve_draft_plan
+from specexport_runtime.intake.drafting import DraftPlan, RequestOptions, RequestSpec, request_specs, resolve_draft_plan
 from specexport_runtime.intake.pins import PinnedPrefixes
 from specexport_runtime.intake.prompts import PromptEncoder
-from specexport_runtime.requests.results import GenerationResult, Prompt, StreamChunk, as_prompts
+from specexport_runtime.requests.results import GenerationResult, Prompt, StreamChunk
 from specexport_runtime.requests.stats import PaddingStats, PhaseTimes
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.structured import StructuredOutputs
@@ -50,11 +50,17 @@ class SpecEngine(PromptEncoder):
         self.max_model_len, self.lookahead = made.builder.max_model_len, parts.lookahead
         self.cost_curves = None if parts.costs is None else parts.costs.curves
         self.learned_costs = None if parts.costs is None else parts.costs.learned
-        self.fingerprint = parts.fingerprint
+        self.name, self.fingerprint = parts.name, parts.fingerprint
         self._drafting, self._suffixes = made.drafting, parts.suffixes
         self._loop = DecodeLoop(made.decoder)
         self._pins = PinnedPrefixes(made.builder, self._loop)
         self._release_lock, self._released = threading.Lock(), False
+
+    def __repr__(self) -> str:
+        abilities = self._builder.abilities
+        usable = [name for name in abilities.drafters if name not in abilities.obstacles]
+        rows = f"max_num_seqs={self.max_num_seqs}, max_model_len={self.max_model_len}"
+        return f"SpecEngine({self.name!r}, {rows}, K<={self.lookahead}, drafters={', '.join(usable)})"
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -217,7 +223,7 @@ class SpecEngine(PromptEncoder):
         references: Sequence[Prompt | None] | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[GenerationResult]:
-        """Generate for one or many prompts; results come in the order of the prompts.
+        """Generate for one or many prompts: always a list of results, in the order of the prompts.
 
         Args:
             prompts: a text, token ids, or a list of either.
@@ -242,12 +248,9 @@ class SpecEngine(PromptEncoder):
     ) -> Iterator[GenerationResult]:
         """As :meth:`generate`, but each result comes as soon as it and those before it are finished."""
         self.check_may_wait("SpecEngine.generate()")
-        batch = as_prompts(prompts)
-        each = one_each(params or SamplingParams(), len(batch), "sampling parameters")
-        copied = one_each(references, len(batch), "references")
         handles = [
-            RequestHandle(prompt, self._builder.build(i, prompt, item, options, reference), self._loop)
-            for i, (prompt, item, reference) in enumerate(zip(batch, each, copied, strict=True))
+            RequestHandle(prompt, self._builder.build(i, prompt, item, asked, reference), self._loop)
+            for i, (prompt, item, reference, asked) in enumerate(request_specs(prompts, params, references, options))
         ]
         self._loop.submit(handles)
         return _results_in_order(handles)
@@ -268,6 +271,31 @@ class SpecEngine(PromptEncoder):
         """
         self.check_may_wait("SpecEngine.stream()")
         return iter(self.submit(prompt, params, reference=reference, **options))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> GenerationResult:
+        """Answer one conversation; the result's ``prompt`` is its token ids.
+
+        Args:
+            messages: as :meth:`format_chat`.
+            params: sampling parameters; None is greedy.
+            tools: as :meth:`format_chat`. The text has the calls as the model writes them.
+            template_arguments: as :meth:`format_chat`.
+            **options: as :meth:`submit`.
+
+        Raises:
+            InvalidRequestError: as :meth:`encode_chat` and :meth:`submit`.
+            RequestFailedError: as :meth:`generate`.
+            EndlessWaitError: as :meth:`generate`.
+        """
+        return self.generate(self.encode_chat(messages, tools, template_arguments), params, **options)[0]
 
     def check_form(self, form: StructuredOutputs) -> None:
         """Make ready for texts of a form; a request with it then begins at once. May take a second; any thread.

@@ -135,6 +135,7 @@ def _parts_of(
         special_tokens=manifest.vocabulary.special_tokens,
         draft_defaults=defaults,
         self_obstacle=self_draft_obstacle(runner, manifest.models["target"]),
+        name=manifest.name,
         fingerprint=manifest.build_key,
         adapters=manifest.models["target"].chosen_adapters,
     )

@@ -61,6 +61,7 @@ class EngineParts(NamedTuple):
     costs: KnownCosts | None = None  # of steps, to choose K by and for traces; None: no request may ask for "auto"
     self_obstacle: Obstacle | None = None  # why the target cannot draft with its own layers; None finds out
     suffixes: "KeptSuffixes | None" = None  # what was generated earlier; None begins with nothing
+    name: str = "of no bundle"
     fingerprint: str | None = None  # of weights, recipe and compiler; None if they are not known
     adapters: Sequence[str] = ()  # LoRA adapters that requests may choose, in the order of their numbers in the engine
 

@@ -51,7 +51,32 @@ def test_submit_iterate_and_ask_for_the_result(engine):
                 assert (await request.result()).token_ids == expected([i], 40)
             assert request.done
         assert service.num_active == 0
-        assert (await service.generate("w1 w2", LONG, drafter="lookup")).token_ids == expected([1, 2], 40)
+        results = await service.generate("w1 w2", LONG, drafter="lookup")
+        assert [result.token_ids for result in results] == [expected([1, 2], 40)]
+        assert repr(service) == f"Async{engine!r}"
+
+    asyncio.run(main())
+
+
+def test_verbs_and_shapes_are_those_of_the_other_engine(engine):
+    params = [SamplingParams(max_tokens=5 + i) for i in range(6)]
+    prompts = ["w1 w2", [3], "w4", "w5", [6], "w7"]
+    wanted = [(each.prompt, each.text, each.drafters) for each in engine.generate(prompts, params)]
+    chunks = [(each.token_ids, each.drafters) for each in engine.stream("w1 w2", params[0], drafter="lookup")]
+
+    async def main():
+        service = AsyncSpecEngine(engine)
+        found = await service.generate(prompts, params, references=[None] * 6)
+        assert [(each.prompt, each.text, each.drafters) for each in found] == wanted
+        assert await service.generate([]) == []
+        stream = service.stream("w1 w2", params[0], drafter="lookup")
+        assert [(each.token_ids, each.drafters) async for each in stream] == chunks
+        async for _ in service.stream("w1 w2", ENDLESS):
+            break
+        for wrong in (service.generate(prompts, params[:2]), anext(service.stream([999]))):
+            with pytest.raises(errors.InvalidRequestError):
+                await wrong
+        assert await service.drain(60)
 
     asyncio.run(main())
 
@@ -106,7 +131,7 @@ def test_chunks_are_read_once(engine):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("how", ["result", "iterate", "batches", "generate"])
+@pytest.mark.parametrize("how", ["result", "iterate", "batches", "generate", "stream"])
 @pytest.mark.parametrize("waits", [False, True], ids=["running", "waiting for a row"])
 def test_cancelling_the_task_cancels_the_request(engine, how, waits):
     gate = Gate(engine)
@@ -114,6 +139,8 @@ def test_cancelling_the_task_cancels_the_request(engine, how, waits):
     async def read(service, seen):
         if how == "generate":
             return await service.generate([7], ENDLESS)
+        if how == "stream":
+            return await collect(service.stream([7], ENDLESS))
         seen.append(await service.submit([7], ENDLESS))
         if how == "result":
             return await seen[0].result()
@@ -126,7 +153,7 @@ def test_cancelling_the_task_cancels_the_request(engine, how, waits):
         await gate.holds()
         seen = []
         task = asyncio.ensure_future(read(service, seen))
-        while service.num_active == len(others) or not (seen or how == "generate"):
+        while service.num_active == len(others) or not (seen or how in ("generate", "stream")):
             await asyncio.sleep(0.001)
         if not waits:  # let it have a row
             gate.open(3)
@@ -346,7 +373,7 @@ def test_the_demo_bundle_in_an_event_loop(demo_bundle):
         options = {"max_num_seqs": 1, "num_threads": 1, "spin": False}
         async with await AsyncSpecEngine.load(demo_bundle, max_waiting=1, **options) as service:
             texts = [(await request.result()).text for request in await service.submit_all(specs)]
-            assert texts == [(await service.generate(spec.prompt, spec.params)).text for spec in specs]
+            assert texts == [(await service.generate(spec.prompt, spec.params))[0].text for spec in specs]
             assert all(texts)
 
     asyncio.run(main())
@@ -587,7 +614,7 @@ def test_an_event_loop_that_is_closed_takes_only_its_own_requests_along(engine, 
         service = AsyncSpecEngine(engine)
         return await asyncio.gather(*(service.generate([i], LONG) for i in (3, 4)))
 
-    assert [result.token_ids for result in asyncio.run(others())] == [expected([3], 40), expected([4], 40)]
+    assert [result.token_ids for (result,) in asyncio.run(others())] == [expected([3], 40), expected([4], 40)]
     assert mine.result(60).token_ids == expected([2], 40)
     with pytest.raises(errors.RequestFailedError, match="event loop of this request was closed"):
         lost.handle.result(60)

@@ -1,12 +1,13 @@
 """Prompts of conversations: the template writes the special tokens, the tokenizer must not add them again."""
 
+import asyncio
 import json
 
 import pytest
 from click.testing import CliRunner
 from tokenizers.processors import TemplateProcessing
 
-from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime import AsyncSpecEngine, SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import MAX_MODEL_LEN, greedy_reference, make_target
@@ -37,6 +38,25 @@ def test_the_beginning_of_sequence_is_there_once(engine):
 def test_a_template_that_writes_none_gets_none(engine):
     engine._chat_template = "{{ messages[0].content }}"
     assert engine.encode_chat(HELLO) == [3, 4]
+
+
+def test_a_conversation_is_answered(engine):
+    result = engine.chat(HELLO, SamplingParams(max_tokens=6), drafter="lookup")
+    assert result.prompt == [BOS, 3, 4]
+    assert result.token_ids == greedy_reference(make_target(), [BOS, 3, 4], 6)
+    engine._chat_template = "{{ word }} {{ messages[0].content }}"
+    more = {"template_arguments": {"word": "w9"}}
+    assert engine.chat(HELLO, SamplingParams(max_tokens=1), **more).prompt == [9, 3, 4]
+    with pytest.raises(InvalidRequestError, match="knows no tools"):
+        engine.chat(HELLO, tools=[{"type": "function", "function": {"name": "w7"}}])
+
+    async def ask():
+        service = AsyncSpecEngine(engine)
+        with pytest.raises(InvalidRequestError, match="no content"):
+            await service.chat([{"role": "user"}])
+        return await service.chat(HELLO, SamplingParams(max_tokens=1), owner="me", **more)
+
+    assert asyncio.run(ask()).prompt == [9, 3, 4]
 
 
 def test_generate_chat_feeds_those_tokens(monkeypatch, tmp_path):

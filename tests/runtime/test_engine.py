@@ -34,10 +34,23 @@ def test_speculative_plain_and_streamed_output_agree(engine):
     chunks = list(engine.stream("w1 w2", params))
     assert fast.token_ids == plain.token_ids
     assert plain.stats.drafted == 0
-    assert [piece.token_id for chunk in chunks for piece in chunk.pieces] == fast.token_ids
+    assert [token for chunk in chunks for token in chunk.token_ids] == fast.token_ids
+    drafters = [drafter for chunk in chunks for drafter in chunk.drafters]
+    assert drafters == fast.drafters
+    assert len(drafters) == 30
+    assert drafters.count("draft-model") == fast.stats.accepted > 0
+    assert plain.drafters == [""] * 30
     assert "".join(chunk.text for chunk in chunks) == fast.text
     assert [chunk.finish_reason for chunk in chunks][-1] == "length"
     assert all(chunk.finish_reason is None for chunk in chunks[:-1])
+
+
+def test_an_engine_shows_what_it_is(engine):
+    shown = repr(engine)
+    assert shown.startswith(f"SpecEngine('of no bundle', max_num_seqs={engine.max_num_seqs}, max_model_len={MAX_MODEL_LEN}")
+    assert f"K<={engine.lookahead}" in shown
+    assert "draft-model" in shown
+    assert "draft-model" not in repr(make_engine(None))
 
 
 def test_stream_says_where_each_token_came_from(engine):

@@ -276,6 +276,7 @@ class Decoder:
         event = RoundEvent(req, tokens[:taken], drafted, accepted, False, proposal, path=verdict.path)
         shares = proposal.shares(accepted, event.on_chain)
         req.stats.record_round(drafted, accepted, taken, shares=shares, exited=exited)
+        req.drafters += event.drafters
         # Everything but the newest token is in the cache; entries of rejected tokens stay uncounted.
         if verdict.path is None:
             self.target.kv.commit(req.row, len(req.tokens) - 1)

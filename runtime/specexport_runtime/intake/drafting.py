@@ -8,10 +8,11 @@ from specexport_runtime.drafters.base import Obstacle
 from specexport_runtime.drafters.lookup import DEFAULT_MATCH_LENGTH
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.intake.checks import one_each
 from specexport_runtime.requests.draft_exit import DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DrafterTraits, DraftStage
-from specexport_runtime.requests.results import Prompt
+from specexport_runtime.requests.results import Prompt, as_prompts
 from specexport_runtime.sampling.params import SamplingParams
 
 DRAFTERS = (*KINDS, "chained", "auto", "none")
@@ -270,3 +271,16 @@ class RequestSpec(NamedTuple):
     params: SamplingParams = SamplingParams()
     reference: Prompt | None = None  # what lookup may copy from
     options: RequestOptions = {}  # noqa: RUF012 never changed
+
+
+def request_specs(
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    references: Sequence[Prompt | None] | None,
+    options: RequestOptions,
+) -> list[RequestSpec]:
+    """A request for each prompt; arguments as ``SpecEngine.generate``, ``options`` are those of all of them."""
+    batch = as_prompts(prompts)
+    each = one_each(params or SamplingParams(), len(batch), "sampling parameters")
+    copied = one_each(references, len(batch), "references")
+    return [RequestSpec(*item, options) for item in zip(batch, each, copied, strict=True)]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.requests.layer_choice import LayerRules
-from specexport_runtime.requests.records import DraftStage, Proposal
+from specexport_runtime.requests.records import FORCED, DraftStage, Proposal
 from specexport_runtime.requests.stats import RequestStats
 from specexport_runtime.requests.text import TextStream
 from specexport_runtime.sampling.block import DEFAULT_RULE
@@ -81,6 +81,7 @@ class Request:
         # Branches that a model's draft of this round may have beside each of its own tokens, if it is adaptive.
         self.siblings: tuple[int, ...] = ()
         self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
+        self.drafters: list[str] = []  # of each token of the output; empty for the target's own
         self.trace: list[RoundTrace] | None = [] if trace else None  # one entry a round; None: not asked for
         self.scope, self.adapter = scope, adapter
         self.is_pinned = is_pinned
@@ -223,6 +224,14 @@ class RoundEvent(NamedTuple):
         if self.path is None:
             return self.accepted
         return sum([place < len(self.proposal.tokens) for place in self.path[: self.accepted]])
+
+    @property
+    def drafters(self) -> list[str]:
+        """Who drafted each of its tokens; empty for the target's own."""
+        names = [self.proposal.drafter] * self.accepted + [""] * (len(self.tokens) - self.accepted)
+        for place in self.proposal.forced[: self.proposal.num_forced(self.on_chain)]:
+            names[place] = FORCED
+        return names
 
     def is_branch(self, position: int) -> bool:
         """Whether one of its tokens is an accepted one of a branch: these come behind those of the chain."""

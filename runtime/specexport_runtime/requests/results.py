@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.records import FORCED, RoundTrace
+from specexport_runtime.requests.records import RoundTrace
 from specexport_runtime.requests.request import FinishReason, Request, RoundEvent
 from specexport_runtime.requests.stats import RequestStats
 from specexport_runtime.sampling.logprobs import TokenLogprobs
@@ -28,6 +28,7 @@ class GenerationResult(NamedTuple):
         trace: what each round did; None unless it was asked for.
         logprobs: log-probabilities, one entry for each token id; None unless they were asked for.
         prompt_logprobs: of the prompt, one entry for each of its tokens, None for the first; None unless asked for.
+        drafters: who drafted each token; empty for the target's own.
     """
 
     prompt: Prompt
@@ -38,6 +39,7 @@ class GenerationResult(NamedTuple):
     trace: list[RoundTrace] | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    drafters: Sequence[str] = ()
 
 
 class StreamPiece(NamedTuple):
@@ -66,7 +68,7 @@ class StreamChunk(NamedTuple):
     Attributes:
         pieces: one a token.
         finish_reason: why the request ended; None while it goes on.
-        stats: counters of the request, which go on counting.
+        stats: counters of the request up to now: one object, the same in all its chunks, which goes on counting.
         trace: what the round did; None unless it was asked for.
         drafted: draft tokens that the round tested, those of branches included.
     """
@@ -81,6 +83,16 @@ class StreamChunk(NamedTuple):
     def text(self) -> str:
         """Text of all pieces."""
         return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of all pieces."""
+        return [piece.token_id for piece in self.pieces]
+
+    @property
+    def drafters(self) -> list[str]:
+        """Who drafted each token; empty for the target's own."""
+        return [piece.drafter for piece in self.pieces]
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -105,6 +117,7 @@ def make_result(prompt: Prompt, req: Request) -> GenerationResult:
         req.trace,
         req.logprobs,
         req.prompt_logprobs,
+        req.drafters,
     )
 
 
@@ -114,9 +127,7 @@ def make_chunk(event: RoundEvent) -> StreamChunk:
     count = len(event.tokens)
     texts = req.take_pieces(count)
     logprobs: Sequence[TokenLogprobs | None] = [None] * count if req.logprobs is None else req.logprobs[-count:]
-    drafters = [event.proposal.drafter] * event.accepted + [""] * (count - event.accepted)
-    for place in event.proposal.forced[: event.proposal.num_forced(event.on_chain)]:
-        drafters[place] = FORCED
+    drafters = event.drafters
     pieces = [
         StreamPiece(text, event.tokens[j], piece_kind(event, j), logprobs[j], drafters[j], offset, event.is_branch(j))
         for j, (text, offset) in enumerate(texts)
