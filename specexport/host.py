@@ -9,28 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from specexport_runtime.machine import control_groups
-
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
 _SELDOM = 50_000  # new objects between two collections; Python's own number is 700
-
-
-def memory_bytes() -> tuple[int, int, int | None]:
-    """Installed and available memory in bytes, and the least limit of a control group, if any (0, 0 where unknown)."""
-    values: dict[str, int] = {}
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            key, _, rest = line.partition(":")
-            values[key] = int(rest.split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        return 0, 0, None
-    limits = []
-    for folder in control_groups("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-                limits.append(int((folder / name).read_text(encoding="ascii")))
-    limit = min((each for each in limits if each < values.get("MemTotal", 0)), default=None)  # v1 has no "max"
-    return values.get("MemTotal", 0), values.get("MemAvailable", 0), limit
 
 
 def peak_memory_bytes() -> int:

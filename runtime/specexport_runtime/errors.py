@@ -115,6 +115,10 @@ class RequestFailedError(SpecexportError):
     """A request was ended by an exception: in its callback, in its sampling, or in the engine (``__cause__``)."""
 
 
+MORE_MEMORY = "end other programs, raise the limit (`ulimit -v`), or take a smaller model or `build --quantize int4`."
+"""A hint for IncompatibleErrors of a machine with too little memory."""
+
+
 def pip_install(*extras: str) -> str:
     """A hint: how to install extras of specexport, which is on no package index.
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +44,52 @@ def control_groups(
         for top in dict.fromkeys([root / controllers, root / controller]) if controllers else [root]:
             folder = top / group.lstrip("/")  # in a container the host's path is not there, but what is above it is
             yield from (each for each in (folder, *folder.parents) if each.is_relative_to(top))
+
+
+def memory_bytes() -> tuple[int, int, int | None]:
+    """Installed and available memory in bytes, and the least limit of a control group, if any (0, 0 where unknown)."""
+    values: dict[str, int] = {}
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            key, _, rest = line.partition(":")
+            values[key] = int(rest.split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        return 0, 0, None
+    limits = []
+    for folder in control_groups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+                limits.append(int((folder / name).read_text(encoding="ascii")))
+    limit = min((each for each in limits if each < values.get("MemTotal", 0)), default=None)  # v1 has no "max"
+    return values.get("MemTotal", 0), values.get("MemAvailable", 0), limit
+
+
+def free_memory() -> int | None:
+    """Bytes that this process may still take: what the system has, within ``ulimit -v``; None where it is not said."""
+    free = memory_bytes()[1]
+    if not free:
+        return None
+    with contextlib.suppress(OSError, ImportError):  # Windows has no such limit
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:
+            taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+            free = min(free, max(0, limit - taken))
+    return free
+
+
+def too_little_memory(needs: int) -> str:
+    """``not enough memory``, with the bytes that are needed and those that may be used."""
+    free = free_memory()
+    used = "" if free is None else f", {free / 1e9:.1f} GB may be used"
+    return f"not enough memory: needs about {max(0.1, needs / 1e9):.1f} GB{used}"
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error, of a library as well, says that the system gave no memory."""
+    said = "bad.alloc|failed to map segment|cannot allocate memory|out of memory"
+    return isinstance(error, MemoryError) or re.search(said, str(error), re.IGNORECASE) is not None
 
 
 def most_threads() -> int:

@@ -14,7 +14,7 @@ from specexport.compile.cache import cache_folder
 from specexport.doctor.finding import Finding
 from specexport.doctor.gpu import examine_gpu, examine_tensorrt
 from specexport.doctor.versions import outside_tested_range, tested_ranges
-from specexport.host import memory_bytes
+from specexport_runtime.machine import memory_bytes
 from specexport.report import print_json
 from specexport_runtime.errors import SpecexportError, pip_install
 from specexport_runtime.executors import operators

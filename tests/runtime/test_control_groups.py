@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from specexport import host
 from specexport_runtime import machine
 
 V1_CPU = {"cpu.cfs_quota_us": "100000", "cpu.cfs_period_us": "100000"}
@@ -43,8 +42,8 @@ def test_cores_are_cut_by_every_group_above(tmp_path, monkeypatch, listed, files
 )
 def test_memory_is_limited_by_every_group_above(tmp_path, monkeypatch, listed, files, limit):
     _write(tmp_path, listed, files)
-    monkeypatch.setattr(host, "control_groups", _groups_in(tmp_path))
-    assert host.memory_bytes()[2] == limit
+    monkeypatch.setattr(machine, "control_groups", _groups_in(tmp_path))
+    assert machine.memory_bytes()[2] == limit
 
 
 def _write(folder: Path, listed: str, files: dict[str, dict[str, str]]) -> None:

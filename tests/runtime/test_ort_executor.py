@@ -3,13 +3,15 @@
 import dataclasses
 
 import numpy as np
+import onnxruntime
 import pytest
 
 from specexport_runtime.abi import StepShape, kv_slack
 from specexport_runtime.bundle.opened import load_bundle
-from specexport_runtime.errors import IncompatibleError, SpecexportError
+from specexport_runtime.errors import BundleError, IncompatibleError, SpecexportError
 from specexport_runtime.executors.open import open_executor
 from specexport_runtime.executors.ort import OrtExecutor
+from specexport_runtime.executors.ort_session import open_session
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.support.cases import chance
 from tests.support.cases.entries import changed
@@ -198,8 +200,28 @@ def test_a_graph_of_the_other_kind_is_refused_and_not_run_wrongly(bundle, unpad_
 @pytest.mark.parametrize("capacity", [2**32, 2**60])
 def test_an_arena_that_no_machine_has_is_refused(bundle, capacity):
     entry = bundle.manifest.models["draft"]
-    with pytest.raises(
-        IncompatibleError, match=f"no memory for a KV cache of 4096 rows of {capacity} entries"
-    ) as caught:
+    told = rf"a KV cache of 4096 rows of {capacity} entries: not enough memory: needs about [\d.]+ GB, [\d.]+ GB may"
+    with pytest.raises(IncompatibleError, match=told) as caught:
         OrtExecutor(bundle.folder / entry.engine.path, entry, num_rows=4096, kv_capacity=capacity)
     assert "--max-num-seqs" in caught.value.hint
+
+
+@pytest.mark.parametrize("limit", [None, 10**6], ids=["no limit", "ulimit -v"])
+def test_an_engine_that_memory_is_too_small_for_is_not_called_a_bad_one(bundle, monkeypatch, limit):
+    def refuse(*_, **__):
+        raise RuntimeError("Exception during initialization: std::bad_alloc")
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
+    if limit:
+        monkeypatch.setattr("resource.getrlimit", lambda _: (limit, limit))
+    left = "0.0" if limit else r"[\d.]+"
+    told = rf"model.onnx: not enough memory: needs about [\d.]+ GB, {left} GB may be used\."
+    with pytest.raises(IncompatibleError, match=told):
+        open_executor(bundle, "target")
+
+
+def test_onnx_runtime_writes_nothing_beside_the_error(tmp_path, capfd):
+    (tmp_path / "model.onnx").write_text("{}")
+    with pytest.raises(BundleError, match="cannot load this engine"):
+        open_session(tmp_path / "model.onnx", 1, False)
+    assert not capfd.readouterr().err

@@ -12,6 +12,7 @@ Ctrl-C                                        130        ``interrupted``
 SIGTERM; SIGHUP                               143; 129   ``terminated``; ``hung up``
 a closed output (``… | head``)                141        nothing
 a full or read-only disk, a limit of files    2          as for a ``SpecexportError``; names the path if known
+no memory (``MemoryError``)                   3          the same
 anything else                                 1          its traceback: it is a defect of ours
 ============================================  =========  ====================================================
 """
@@ -30,7 +31,7 @@ from typing import Any
 import click
 
 from specexport_runtime.cli.any_text import take_any_text
-from specexport_runtime.errors import SpecexportError, write_fault
+from specexport_runtime.errors import MORE_MEMORY, SpecexportError, write_fault
 
 EXIT_CLOSED_OUTPUT = 141
 """128 and the number of SIGPIPE, by which most programs end then."""
@@ -64,6 +65,8 @@ def describe_error(error: BaseException) -> tuple[str, int] | None:
         given = (error.__cause__ or error).args  # click raises its Abort from it
         number = given[0] if given and given[0] in _SAID else signal.SIGINT
         return _SAID[number], 128 + number
+    if isinstance(error, MemoryError):
+        return format_error("not enough memory", MORE_MEMORY), 3
     if isinstance(error, OSError) and (fault := write_fault(error)) is not None:
         where = f" while writing {error.filename}" if error.filename else ""
         return format_error(fault[0] + where, fault[1]), 2

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from specexport_runtime.abi import LayerGeometry, StateGeometry, cache_shapes, state_shapes
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.base import MOST_BEHIND_WINDOW, Executor, Int64Array
+from specexport_runtime.machine import too_little_memory
 
 CAN_GIVE_BACK = sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
 """Elsewhere the system may keep the pages, or bring their values back."""
@@ -98,8 +99,8 @@ class ArenaRows(Executor):
         except (OSError, OverflowError, MemoryError):
             size = sum(map(math.prod, shapes.values())) * item
             raise IncompatibleError(
-                f"this machine has no memory for a KV cache of {self.num_rows} rows of {self.kv_capacity} entries: "
-                f"{size / 1e9:.1f} GB.",
+                f"a KV cache of {self.num_rows} {'row' if self.num_rows == 1 else 'rows'} of {self.kv_capacity} "
+                f"entries: {too_little_memory(size)}.",
                 "give a smaller --max-num-seqs or --max-model-len.",
             ) from None
         # Heads of one row, by bytes of an entry: layers are alike, so that there are one or two sizes.

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 from specexport_runtime.abi import CACHE_INPUTS, STATE_INPUTS, state_shapes
 from specexport_runtime.bundle.entry import ModelEntry
+from specexport_runtime.bundle.opened import WEIGHTS
 from specexport_runtime.errors import (
+    MORE_MEMORY,
     BundleError,
     IncompatibleError,
     InvalidRequestError,
@@ -24,7 +26,7 @@ from specexport_runtime.errors import (
 )
 from specexport_runtime.executors.external_data import session_model
 from specexport_runtime.executors.operators import register
-from specexport_runtime.machine import available_cores
+from specexport_runtime.machine import available_cores, lacks_memory, too_little_memory
 
 _lock = threading.Lock()
 _shared: list[int] = []
@@ -87,6 +89,9 @@ def open_session(path: Path, num_threads: int, spin: bool) -> Any:
         model = session_model(path, options)
         session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
+        if lacks_memory(error):
+            needs = sum(file.stat().st_size for file in (path, *path.parent.glob(WEIGHTS)))
+            raise IncompatibleError(f"{path}: {too_little_memory(needs)}.", MORE_MEMORY) from error
         raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
     sessions.add(session)
     return session
@@ -97,7 +102,7 @@ def _options(num_threads: int, spin: bool) -> Any:
 
     options = onnxruntime.SessionOptions()
     set_threads(options, num_threads, spin=spin)
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # an error is raised, and told in one line
     register(options)
     # A plan of the memory of each combination of input sizes is kept for ever, and a server meets thousands of them.
     options.enable_mem_pattern = False
