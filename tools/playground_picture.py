@@ -44,12 +44,12 @@ def main() -> None:
 def serving(bundle: Path) -> Iterator[str]:
     """The address of a server of the bundle, which ends with the block."""
     command = [str(Path(sys.executable).with_name("specexport")), "serve", str(bundle), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            line = next((line for line in server.stdout or () if line.startswith("serving ")), None)
+            line = next((line for line in server.stderr or () if " Serving " in line), None)
             if line is None:
                 sys.exit("the server did not start.")
-            yield line.split()[-1]
+            yield line.split()[-1].rstrip(".")
         finally:
             server.send_signal(signal.SIGTERM)
 

@@ -113,6 +113,6 @@ def test_probes_clients_and_metrics_hear_of_it(event, asked, codes, seen, last, 
     with caplog.at_level(logging.ERROR):
         asyncio.run(check())
     if seen == DEAD:
-        assert sum("the engine is dead" in record.getMessage() for record in caplog.records) == 1
+        assert sum("The engine is dead" in record.getMessage() for record in caplog.records) == 1
     assert not any("words" in record.getMessage() for record in caplog.records)
     engine.close()

@@ -157,6 +157,7 @@ def test_what_a_page_can_post_without_asking_is_refused(fake_served):
         headers = {} if kind is None else {"Content-Type": kind}
         answer = patience.post(fake_served.url + path, content=json.dumps(ASK), headers=headers)
         assert (answer.status_code, code_of(answer)) == (415, "not_json"), (path, kind)
+        assert "any web page may send them" in answer.json()["error"]["message"]
     assert len(refused) >= len(paths)
     assert counts().refused["not_json"] == before + len(refused)
     url = f"{fake_served.url}/v1/completions"

@@ -150,6 +150,8 @@ def refusal(answer, status=400):
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert 0 < len(error["message"]) < 400
+    assert not error["message"][0].islower(), error
+    assert error["message"].endswith("."), error
     return error
 
 
@@ -189,6 +191,34 @@ def test_a_parameter_is_refused(http, path, body, param, code):
     assert error["param"] == param
     assert error["code"] == (code or error["code"])
     assert str(param).split(".")[0].split("[")[0] in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"foo": 1}, "There is no parameter foo."),
+        ({"foo": 1, "logit_bias": 3, "speculative": {"k": 1}, "bar": 2}, "There are no parameters speculative.k, foo, bar."),
+        ({f"p{i}": 1 for i in range(10)}, f"There are no parameters {', '.join(f'p{i}' for i in range(8))} and 2 more."),
+    ],
+)  # fmt: skip
+def test_all_unknown_parameters_are_named(http, body, said):
+    error = refusal(http.post(COMPLETIONS, json={"prompt": "w1"} | body))
+    assert error["message"] == said
+    assert error["param"] == next(name for name in body if name in said and name != "speculative")
+
+
+@pytest.mark.parametrize(
+    ("param", "message", "said"),
+    [
+        (None, "there is nothing at '/x'.", "There is nothing at '/x'."),
+        ("n", "no answer", "No answer."),
+        ("n", "n is 0.", "Parameter n is 0."),
+        ("messages[0]", "messages[0] is empty.", "Parameter messages[0] is empty."),
+        ("stop", "What is it?", "What is it?"),
+    ],
+)
+def test_messages_are_sentences(param, message, said):
+    assert ApiError(400, message, param=param).body()["error"]["message"] == said
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -246,7 +246,7 @@ def test_what_a_template_leaves_out_is_named(clients, body, param):
     answer = patience.post(clients.served("talk").url + PATH, json={"input": "x"} | body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
-    assert error["message"].startswith(f"{param}, of role ")
+    assert error["message"].startswith(f"Parameter {param}, of role ")
 
 
 def tool(**more):

@@ -155,6 +155,7 @@ def test_what_the_command_says_is_what_the_server_does(demo_bundle):
     assert code == 0
     lines = [json.loads(line) for line in errors.splitlines()]
     assert {"/v1/completions", "/v1/models"} <= {line.get("path") for line in lines}
+    assert f"Serving our-model at {server.url}." in [line["message"] for line in lines]
     assert KEY not in errors
 
 

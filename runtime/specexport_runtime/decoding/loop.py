@@ -216,7 +216,7 @@ class DecodeLoop:
         try:
             self._at_end()
         except BaseException as error:
-            _log.error("what an engine had could not be released", exc_info=error)
+            _log.error("What an engine had could not be released.", exc_info=error)
         return False
 
     def _obey(self, order: Order) -> None:
@@ -258,7 +258,7 @@ class DecodeLoop:
         stack = type(error), {(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)}
         if stack != self._told:
             self._told = stack
-            _log.error("a step failed, and what ran ends with it", exc_info=error)
+            _log.error("A step failed, and what ran ends with it.", exc_info=error)
         self.decoder.fail(_as_exception(error))
         # Requests that ended in this very step too: their last tokens were not handed out.
         ended = [each for each in list(self._handles.values()) if each.request.finish_reason is not None]

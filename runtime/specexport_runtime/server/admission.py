@@ -96,13 +96,19 @@ def has_body(headers: Headers) -> bool:
     return any(value.strip(b"0") for value in lengths) or bool(_all(headers, b"transfer-encoding"))
 
 
+_NOT_JSON = (
+    "The body must be JSON: send `Content-Type: application/json`. Other types are refused, because any web page may "
+    "send them from a browser without asking."
+)
+
+
 def check_content(headers: Headers) -> None:
     """A body must be JSON, or it is an ``ApiError``: a browser asks before it posts that from another origin."""
     kinds = _all(headers, b"content-type")
     match = _JSON.fullmatch(kinds[0].strip().lower()) if len(kinds) == 1 else None
     parameters = dict(each.split(b"=", 1) for each in re.findall(_PARAMETER, match[1])) if match else {}
     if match is None or parameters.get(b"charset", b"utf-8").strip(b'"') not in _UTF_8:
-        raise ApiError(415, "the body must be JSON: send `Content-Type: application/json`.", code="not_json")
+        raise ApiError(415, _NOT_JSON, code="not_json")
     if any(value.strip().lower() != b"identity" for value in _all(headers, b"content-encoding")):
         raise ApiError(415, "a compressed body is not taken: send it as it is.", code="compressed")
 

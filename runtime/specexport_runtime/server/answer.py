@@ -270,7 +270,7 @@ async def _end_with_error(stream: EventStream, error: Exception, scope: Scope, f
         return  # the client is gone
     if told.status == 500:
         request_id = scope.get("state", {}).get("request_id")
-        _log.error("a request failed while it was streamed", exc_info=error, extra=fields(request_id=request_id))
+        _log.error("A request failed while it was streamed.", exc_info=error, extra=fields(request_id=request_id))
     await stream.finish(form.failure(told))
 
 

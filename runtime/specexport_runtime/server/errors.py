@@ -1,5 +1,6 @@
 """Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,7 +65,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind = status, message, kind
+        self.status, self.message, self.kind = status, _sentence(message, param), kind
         self.param, self.code, self.headers = param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
@@ -74,6 +75,13 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         """The whole answer."""
         return JSONResponse(self.body(), self.status, headers=self.headers)
+
+
+def _sentence(message: str, param: str | None) -> str:
+    """A message with a capital letter at its beginning, though a parameter's name has none, and a full stop."""
+    if param and re.match(rf"{re.escape(param)}(?!\w)", message):
+        message = f"Parameter {message}"
+    return message[:1].upper() + message[1:] + ("" if message.endswith((".", "!", "?")) else ".")
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -108,7 +108,7 @@ class _Exchange:
         """Answer with an error, or cut the connection if an answer has begun."""
         told = as_api_error(error)
         if told.status == 500:  # a client hears that it happened; this says what
-            _log.error("a request failed", exc_info=error, extra=fields(request_id=self._state["request_id"]))
+            _log.error("A request failed.", exc_info=error, extra=fields(request_id=self._state["request_id"]))
         if "status" in self._state:
             abort = self._state.get("abort_connection")
             if abort is None:

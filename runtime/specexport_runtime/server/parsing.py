@@ -34,6 +34,7 @@ MAX_DEPTH = 512
 MAX_OBJECTS = 2**14  # of a body, and lists: 4,096 messages of three parts have as many
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 _MAX_KEYS = 2**13  # of one object: OpenAI's schemas have up to 5,000 properties
+_MAX_NAMED = 8
 _SHOWN = 100  # characters of a name or a value that a message repeats
 
 
@@ -144,7 +145,10 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
     param = _path(path)
     refused = _is_refused(model, path)
     if kind == "extra_forbidden" and not refused:
-        return ApiError(400, f"There is no parameter {param}.", param=param, code="unknown_parameter")
+        unknown = _unknown([each["loc"] for each in errors if each["type"] == kind], body, model)
+        names = ", ".join(unknown[:_MAX_NAMED]) + (f" and {len(unknown) - _MAX_NAMED} more" * (len(unknown) > _MAX_NAMED))
+        there = "is no parameter" if len(unknown) == 1 else "are no parameters"
+        return ApiError(400, f"There {there} {names}.", param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(400, f"{param} is missing.", param=param, code="missing_required_parameter")
     parts = json.JSONEncoder(ensure_ascii=False).iterencode(_value_at(body, path))
@@ -161,6 +165,12 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     told = f"Input should be one of {first['ctx']['expected_tags']}" if kind == "union_tag_invalid" else first["msg"]
     return ApiError(400, f"{param} is {given}: {told}.", param=param, code=code)
+
+
+def _unknown(locs: Sequence[Sequence[str | int]], body: Any, model: type[BaseModel]) -> list[str]:
+    """Names of unknown parameters, without those that are known and refused."""
+    paths = dict.fromkeys(_real_path(loc, body, missing=False) for loc in locs)
+    return [_path(path) for path in paths if not _is_refused(model, path)]
 
 
 def _is_refused(model: type[BaseModel], path: Sequence[str | int]) -> bool:

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import click
-
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.engine_options import EngineOptions
@@ -50,11 +48,11 @@ class _Life:
         self._watch_signals()
         server = http_server(self._app, self._config, log_config(self._config.log_format))
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
-        _log.info("listening at %s; the model is being loaded", url_of(self._listener, self._config))
+        _log.info("Listening at %s; the model is being loaded.", url_of(self._listener, self._config))
         try:
             engine = await self._load_engine()
             if engine is not None:
-                self._say_where()
+                _log.info("Serving %s at %s.", self._config.model_name, url_of(self._listener, self._config))
                 await self._until_told(serving)
                 await self._drain(engine)
         finally:
@@ -66,11 +64,6 @@ class _Life:
         if engine.is_working_aside:
             _leave(0)  # the interpreter would wait for it
         return 0
-
-    def _say_where(self) -> None:
-        with contextlib.suppress(OSError):  # its reader may be gone
-            click.echo(f"serving {self._config.model_name} at {url_of(self._listener, self._config)}")
-            sys.stdout.flush()
 
     async def _load_engine(self) -> AsyncSpecEngine | None:
         """Load in a thread; None if the server was told to stop meanwhile."""
@@ -106,9 +99,9 @@ class _Life:
     async def _drain(self, engine: AsyncSpecEngine) -> None:
         self._app.state.server.draining = True
         limit = self._config.drain_timeout_s
-        _log.info("draining: %d sequences go on for up to %g s", engine.num_active, limit)
+        _log.info("Draining: %d sequences go on for up to %g s.", engine.num_active, limit)
         if not await _or_leave(engine.drain(limit), limit + _STUCK_S):
-            _log.warning("drain: what was left after %g s was cancelled", limit)
+            _log.warning("Drain: what was left after %g s was cancelled.", limit)
 
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -127,7 +120,7 @@ async def _or_leave(work: Any, seconds: float) -> Any:
     try:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError:
-        _log.error("the engine did not end within %g s", seconds)
+        _log.error("The engine did not end within %g s.", seconds)
         _leave(1)
 
 

@@ -37,7 +37,7 @@ class ServerState:
         trouble = self.engine.engine.trouble
         is_dead = trouble is not None and (isinstance(trouble, EngineDeadError) or not self.draining)
         if is_dead and not self._said_dead:
-            _log.error("the engine is dead: %s", trouble)
+            _log.error("The engine is dead: %s", trouble)
         self._said_dead = is_dead
         return "dead" if is_dead else "draining" if self.draining else "ready"
 

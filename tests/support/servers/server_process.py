@@ -1,6 +1,7 @@
 """``serve`` in a process of its own, for tests of signals and exit codes."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,7 +44,7 @@ class ServerProcess:
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | (environment or {})
         )
-        self.url = ""
+        self.url, self._said = "", ""
 
     def __enter__(self) -> "ServerProcess":
         return self
@@ -57,15 +58,18 @@ class ServerProcess:
         return int(self.url.rsplit(":", 1)[1])
 
     def wait_until_ready(self) -> "ServerProcess":
-        line = self.process.stdout.readline()
-        assert "http://" in line, self.process.communicate(timeout=HANG_S)
-        self.url = line.split()[-1]
-        return self
+        for line in self.process.stderr:
+            self._said += line
+            if found := re.search(r"Serving \S+ at (http://\S+:\d+)\.", line):
+                self.url = found[1]
+                return self
+        raise AssertionError(self._said)
 
     def tell(self, number: signal.Signals = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
     def end(self) -> tuple[int, str]:
         """Wait for the end; exit code and what was written to standard error."""
-        _, errors = self.process.communicate(timeout=HANG_S)
-        return self.process.returncode, errors
+        out, errors = self.process.communicate(timeout=HANG_S)
+        assert not out, out  # a server writes its log, and nothing else
+        return self.process.returncode, self._said + errors
