@@ -49,6 +49,25 @@ def test_all_sources_of_a_prompt_agree(run, tmp_path):
     assert outputs[0].strip()
 
 
+def test_a_bad_form_is_named_by_its_flag_and_file(run, tmp_path):
+    missing, file = tmp_path / "none.json", tmp_path / "form"
+    assert refuse(run, "x", "--json-schema", missing) == (
+        f"error: --json-schema {missing} cannot be read: No such file or directory. Fix: give a readable UTF-8 file."
+    )
+    for text, flag, said in (
+        ('{"type": "objekt"}', "--json-schema", "Invalid type: objekt"),
+        ("{", "--json-schema", " is no JSON"),
+        ("start: (", "--grammar", ""),
+    ):
+        file.write_text(text)
+        line = refuse(run, "x", flag, file)
+        assert line.startswith(f"error: {flag} {file}")
+        assert said in line
+    assert refuse(run, "x", "--regex", "(").startswith("error: --regex: ")
+    both = refuse(run, "x", "--regex", "a", "--choice", "b")
+    assert both == "error: --regex and --choice were both given. Fix: give one form of the text."
+
+
 def test_json_lines_have_every_field_and_full_precision(run, tmp_path):
     prompts = [PROMPT, "class Stack:\n", "import os\n"]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n\n" for p in prompts))

@@ -9,6 +9,7 @@ import click
 
 from specexport_runtime.cli.any_text import typed
 from specexport_runtime.cli.gone import gone
+from specexport_runtime.cli.prompts import read_text
 from specexport_runtime.engine_options import GONE, OPTIONS, EngineOptions, Use
 from specexport_runtime.errors import InvalidRequestError
 
@@ -274,26 +275,23 @@ def sampling_params(sampling: dict[str, Any]) -> "SamplingParams":
     return SamplingParams(logit_bias=bias, structured_outputs=form, **sampling)
 
 
+_FORMS = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
 def _form(sampling: dict[str, Any]) -> "StructuredOutputs | None":
     """The form that the text must have; takes its options out."""
     from specexport_runtime.sampling.structured import StructuredOutputs
 
-    schema, grammar = (_read_form(sampling.pop(name)) for name in ("json_schema", "grammar"))
-    fields: dict[str, Any] = {
-        "json": schema,
-        "json_object": sampling.pop("json_object"),
-        "regex": sampling.pop("regex"),
-        "choice": sampling.pop("choice") or None,
-        "grammar": grammar,
-    }
-    given = {name: value for name, value in fields.items() if value not in (None, False)}
-    return StructuredOutputs(**given) if given else None
-
-
-def _read_form(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"{file} cannot be read: {error}.", "give a text file.") from None
+    given = {name: value for name in _FORMS if (value := sampling.pop(name)) not in (None, False, ())}
+    flags = [f"--{name.replace('_', '-')}" for name in given]
+    if len(given) > 1:
+        raise InvalidRequestError(f"{' and '.join(flags)} were both given.", "give one form of the text.")
+    for flag, (name, value) in zip(flags, given.items(), strict=True):
+        if not isinstance(value, Path):
+            return StructuredOutputs(**{name: value}, name=flag)
+        try:
+            text = read_text(value)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{flag} {error.message}", error.hint) from None
+        return StructuredOutputs(**{name.removesuffix("_schema"): text}, name=f"{flag} {value}")
+    return None

@@ -3,6 +3,7 @@
 import secrets
 import string
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -210,7 +211,7 @@ class ChatDialect:
         lines = (self._tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", "\n\n"))
         between = tuple(line[0] for line in lines if len(line) == 1)
         thinking = Thinking(end, begin if where == "may" else None, between)
-        return StructuredOutputs(**{form.kind: getattr(form, form.kind)}, thinking=thinking)
+        return replace(form, thinking=thinking)
 
 
 def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
@@ -233,6 +234,6 @@ def _schema_of(form: StructuredOutputs) -> Mapping[str, Any]:
         schema: Mapping[str, Any] = json.loads(form.text)
         return schema
     raise InvalidRequestError(
-        f"structured_outputs.{form.kind} and tools are both given.",
+        f"{form.name} and tools are both given.",
         'give a JSON schema, leave the tools out, or say tool_choice "none".',
     )

@@ -149,7 +149,7 @@ class GrammarCompiler:
             allowed = None if first is None else grammar.allowed(())
             if allowed is not None and not allowed.any():
                 raise InvalidRequestError(
-                    f"structured_outputs.{form.kind}: such a text begins with a space or a part of a word, which this "
+                    f"{form.name}: such a text begins with a space or a part of a word, which this "
                     "model's decoder does not show behind a prompt without text.",
                     "give a prompt, or change the form.",
                 )
@@ -197,7 +197,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise _refused(form, str(error)) from None
         if form.kind == "grammar":
-            self._check_ends(form.text)
+            self._check_ends(form)
         if (fault := self._trial.fault_of(text)) is not None:
             raise _refused(form, fault)
         limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ class GrammarCompiler:
         self._check_spelling(form)
         if not begins:
             raise InvalidRequestError(
-                f"structured_outputs.{form.kind}: this model has no tokens for how such a text begins.",
+                f"{form.name}: this model has no tokens for how such a text begins.",
                 "change it, or leave it out.",
             )
         return matcher
@@ -226,12 +226,12 @@ class GrammarCompiler:
         named = {token: self._plain.tokens[token].decode("latin-1") for token in self._plain.special_token_ids}
         return {"size": self._vocab_size, "ends": self._eos, "named": named, "limits": _LIMITS}
 
-    def _check_ends(self, lark: str) -> None:
+    def _check_ends(self, form: StructuredOutputs) -> None:
         """A token that ends the text is no part of it."""
         ends = set(self._eos)
-        if any(tokens and tokens <= ends for tokens in named_tokens(lark, self._tokenizer.token_to_id)):
+        if any(tokens and tokens <= ends for tokens in named_tokens(form.text, self._tokenizer.token_to_id)):
             raise InvalidRequestError(
-                "structured_outputs.grammar: it names a token that ends the text.",
+                f"{form.name}: it names a token that ends the text.",
                 "leave the token out: the text ends where its grammar does.",
             )
 
@@ -243,7 +243,7 @@ class GrammarCompiler:
             missing = self._plain.missing(text)
             if missing is not None:
                 raise InvalidRequestError(
-                    f"structured_outputs.{form.kind}: this model has no tokens for {missing[:40]!r} in {text[:40]!r}.",
+                    f"{form.name}: this model has no tokens for {missing[:40]!r} in {text[:40]!r}.",
                     "change it, or leave it out.",
                 )
 
@@ -265,4 +265,4 @@ def _grammar_text(matcher: Any, form: StructuredOutputs) -> str:
 
 
 def _refused(form: StructuredOutputs, message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"structured_outputs.{form.kind}: {reason_of(message)}.", "change it, or leave it out.")
+    return InvalidRequestError(f"{form.name}: {reason_of(message)}.", "change it, or leave it out.")

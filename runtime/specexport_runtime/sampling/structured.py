@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
@@ -25,6 +25,7 @@ class StructuredOutputs:
         choice: texts, one of which is generated.
         grammar: a context-free grammar in Lark's syntax, as llguidance reads it.
         thinking: where the text thinks before it takes its form; None where it does not.
+        name: what messages call it; ``structured_outputs.`` and the field's name if empty.
 
     Raises:
         InvalidRequestError: none is given, or several, or one is not of its type or too large.
@@ -36,6 +37,7 @@ class StructuredOutputs:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     thinking: Thinking | None = None
+    name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -43,20 +45,22 @@ class StructuredOutputs:
             said = f"{', '.join(given)} are given" if given else "nothing is given"
             raise InvalidRequestError(f"structured_outputs: {said}.", f"give one of {', '.join(_KINDS)}.")
         kind = given[0]
+        if not self.name:
+            object.__setattr__(self, "name", f"structured_outputs.{kind}")
         if kind == "json":
-            object.__setattr__(self, "json", _schema_text(self.json))
+            object.__setattr__(self, "json", _schema_text(self.json, self.name))
         elif kind == "choice":
-            object.__setattr__(self, "choice", _choices(self.choice))
+            object.__setattr__(self, "choice", _choices(self.choice, self.name))
         elif kind == "json_object":
             if self.json_object is not True:
-                raise InvalidRequestError(f"structured_outputs.json_object is {self.json_object!r}.", "give true.")
+                raise InvalidRequestError(f"{self.name} is {self.json_object!r}.", "give true.")
         elif not isinstance(getattr(self, kind), str):
-            raise InvalidRequestError(f"structured_outputs.{kind} is no text.", "give a text.")
+            raise InvalidRequestError(f"{self.name} is no text.", "give a text.")
         if self.thinking is not None and not isinstance(self.thinking, Thinking):
             raise InvalidRequestError(
                 f"structured_outputs.thinking is a {type(self.thinking).__name__}.", "give Thinking(...)."
             )
-        _check_size(kind, self.text)
+        _check_size(self.name, self.text)
 
     @property
     def kind(self) -> str:
@@ -75,37 +79,33 @@ class StructuredOutputs:
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
-def _schema_text(schema: Any) -> str:
+def _schema_text(schema: Any, name: str) -> str:
     try:
         if isinstance(schema, str):
-            _check_size("json", schema)
+            _check_size(name, schema)
             schema = json.loads(schema)
         if not isinstance(schema, Mapping):
-            raise InvalidRequestError("structured_outputs.json is no JSON schema.", "give an object.")
+            raise InvalidRequestError(f"{name} is no JSON schema.", "give an object.")
         text = json.dumps(schema)
-        _check_size("json", text)
+        _check_size(name, text)
         if (fault := fault_of(json.loads(text))) is not None:
-            raise InvalidRequestError(f"structured_outputs.json: {fault}.", "change it, or leave it out.")
+            raise InvalidRequestError(f"{name}: {fault}.", "change it, or leave it out.")
         return text
     except InvalidRequestError:  # which is a ValueError too
         raise
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"structured_outputs.json is no JSON: {error}.", "give a JSON schema.") from None
+        raise InvalidRequestError(f"{name} is no JSON: {error}.", "give a JSON schema.") from None
 
 
-def _check_size(kind: str, text: str) -> None:
+def _check_size(name: str, text: str) -> None:
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequestError(
-            f"structured_outputs.{kind} has {len(text)} characters.", f"give at most {MAX_GRAMMAR_CHARS}."
-        )
+        raise InvalidRequestError(f"{name} has {len(text)} characters.", f"give at most {MAX_GRAMMAR_CHARS}.")
 
 
-def _choices(choice: Any) -> tuple[str, ...]:
+def _choices(choice: Any, name: str) -> tuple[str, ...]:
     if isinstance(choice, str) or not all(isinstance(each, str) and each for each in choice):
-        raise InvalidRequestError("structured_outputs.choice is no list of texts.", "give texts that are not empty.")
+        raise InvalidRequestError(f"{name} is no list of texts.", "give texts that are not empty.")
     choices = tuple(choice)
     if not 1 <= len(choices) <= MAX_CHOICES:
-        raise InvalidRequestError(
-            f"structured_outputs.choice has {len(choices)} texts.", f"give 1 to {MAX_CHOICES} of them."
-        )
+        raise InvalidRequestError(f"{name} has {len(choices)} texts.", f"give 1 to {MAX_CHOICES} of them.")
     return choices

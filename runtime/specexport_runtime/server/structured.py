@@ -45,7 +45,7 @@ def _asked(body: Choices) -> tuple[StructuredOutputs | None, str]:
         fields = given.model_dump(exclude_none=True, by_alias=True)
         try:
             form = StructuredOutputs(**fields)
-            return form, f"structured_outputs.{form.kind}"
+            return form, form.name
         except InvalidRequestError as error:
             raise invalid("structured_outputs", str(error)) from None
     if isinstance(asked, JsonObjectFormat):
