@@ -310,12 +310,13 @@ def _reductions_of(model: ModelSource, plan: _Plan, built: Mapping[str, BuiltMod
 
 
 def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | None) -> ModelSource:
-    from specexport.checkpoint.source import hash_source, holds_quantized, resolve_source, turns_by_length
+    from specexport.checkpoint.source import hash_source, holds_quantized, remember_place, resolve_source, turns_by_length
 
     if not Path(source).expanduser().exists():  # a hub id: fetching it needs what building needs
         require_export_stack(find_backend(recipe.backend))
     found = resolve_source(source, revision, remote_code=recipe.trust_remote_code)
     named = (role, source, revision, found.name, hash_source(found), holds_quantized(found))
+    remember_place(source, hash_source(found))
     weights = [file for file in found.files if file.suffix in (".safetensors", ".gguf")]
     others = found._replace(files=tuple(file for file in found.files if file.suffix != ".safetensors"))
     return ModelSource(

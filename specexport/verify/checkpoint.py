@@ -1,6 +1,7 @@
 """Finding the checkpoint that an engine was built from, by its hash, and its eager logits.
 
-A manifest has a name and a hash and no path: the name is tried where it may lie, and the hash decides.
+A manifest has a name and a hash and no path: the place that the user's cache has for the hash is tried, and the name
+where it may lie; the hash decides.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport.verify.perplexity import TextScore, score_logits
 from specexport_runtime.bundle.arrays import CutHead
-from specexport_runtime.bundle.entry import AdapterEntry
+from specexport_runtime.bundle.entry import AdapterEntry, SourceEntry
 from specexport_runtime.bundle.manifest import Manifest
 from specexport_runtime.errors import CheckpointError, InvalidRequestError
 from specexport_runtime.executors.base import Float32Array
@@ -80,7 +81,7 @@ def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Pa
                 f"give the checkpoint {entry.source.name} as it was at build time.",
             )
         return given
-    for candidate in _candidates(entry.source.name, revision, bundle):
+    for candidate in _candidates(entry.source, revision, bundle):
         try:
             if hash_checkpoint(candidate, revision, remote_code=runs_code) == entry.source.sha256:
                 return candidate
@@ -92,8 +93,13 @@ def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Pa
     )
 
 
-def _candidates(source: str, revision: str | None, bundle: Path) -> Iterator[str]:
-    """Where a checkpoint of a name may lie: never fetched, as a stranger's bundle may give the name."""
+def _candidates(recorded: SourceEntry, revision: str | None, bundle: Path) -> Iterator[str]:
+    """Where a checkpoint may lie: never fetched, as a stranger's bundle may give the name."""
+    from specexport.checkpoint.source import remembered_place
+
+    source = recorded.name
+    if (place := remembered_place(recorded.sha256)) is not None and Path(place).exists():
+        yield place
     for folder in dict.fromkeys((Path(), Path(os.path.abspath(bundle)).parent, bundle.resolve().parent)):
         if (folder / source).exists():
             yield str(folder / source)

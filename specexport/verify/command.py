@@ -105,7 +105,8 @@ def verify(
 
 
 def describe(report: VerifyReport) -> Iterator[str]:
-    """The report in lines for a reader."""
+    """The report in lines for a reader, the verdict first."""
+    yield verdict(report)
     yield f"{report.bundle} (build {report.build_key[:16]})"
     for part in report.parts:
         yield f"{part.name:<10} {part.status}" + (f": {part.reason}" if part.reason else "")
@@ -121,7 +122,25 @@ def describe(report: VerifyReport) -> Iterator[str]:
             else:
                 yield from _describe_sampling(result)
     words = {"passed": "every part passed", "failed": "not lossless as measured", "incomplete": "not everything ran"}
-    yield f"verify     {report.status}: {words[report.status]} ({sum(report.seconds.values()):.0f} s)"
+    code = CheckFailedError.exit_code if report.status == "failed" else 0
+    seconds = sum(report.seconds.values())
+    yield f"verify     {report.status}: {words[report.status]} ({seconds:.0f} s); exit code {code}"
+
+
+def verdict(report: VerifyReport) -> str:
+    """One sentence: whether drafting changes nothing, and whether the engines compute what the checkpoints do."""
+    found = {part.name: part for part in report.parts}
+
+    def answer(*names: str) -> str:
+        parts = [found[name] for name in names if name in found]
+        if any(part.status == "failed" for part in parts):
+            return "NO"
+        skipped = next((part.reason for part in parts if part.status == "skipped"), None if parts else "it did not run")
+        return "yes" if skipped is None else f"not compared, because {skipped.partition(' Fix:')[0].rstrip('.')}"
+
+    bits = "; a token's logits the same in every step: NO" if answer("neighbours") == "NO" else ""
+    weights = answer("tensors", "perplexity")
+    return f"lossless: greedy {answer('greedy')}, sampled {answer('sampling')}; weights as the checkpoint's: {weights}{bits}"
 
 
 def _describe_tensors(result: TensorResult) -> Iterator[str]:

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from specexport.checkpoint.source import remember_place
 from specexport.cli import main
 from specexport.compile.bundle import find_up_to_date
+from specexport.verify.checkpoint import find_checkpoint
 from specexport.verify.report import REPORT_NAME
 from specexport.verify.sampling import SETTINGS, check_sampling
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.errors import CheckpointError
 
 FAST = ["--max-prompts", "3", "--max-tokens", "12", "--num-samples", "1000", "--quiet"]
 
@@ -60,16 +63,30 @@ def test_the_demo_bundle_is_verified(bundle, demo_pair, tmp_path):
 @pytest.mark.whole
 def test_without_checkpoints_the_result_is_incomplete(bundle, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "import os"}\n\n{"prompt": "def f(x):", "id": 3}\n')
     result = run(bundle, *FAST, "--prompts", prompts, "--no-record")
     assert result.exit_code == 0, result.output
     assert "tensors    skipped: the target's checkpoint target (sha256 " in result.stdout
     assert "--draft-checkpoint" in result.stdout
-    assert "incomplete" in result.stdout
+    assert result.stdout.startswith("lossless: greedy yes, sampled yes; weights as the checkpoint's: not compared, because ")
     assert "of 2 outputs identical" in result.stdout
     assert load_manifest(bundle).verify is None
     assert not (bundle / REPORT_NAME).exists()
+
+
+def test_checkpoints_are_found_where_they_lay_when_the_bundle_was_built(demo_bundle, demo_pair, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    manifest = load_manifest(demo_bundle)
+    for role in ("target", "draft"):
+        assert find_checkpoint(manifest, role, None, demo_bundle) == str(demo_pair / role)
+    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(CheckpointError, match="is not on this machine"):
+        find_checkpoint(manifest, "target", None, demo_bundle)
+    remember_place(str(demo_pair / "draft"), manifest.models["target"].source.sha256)
+    with pytest.raises(CheckpointError, match="is not on this machine"):  # another one lies there now
+        find_checkpoint(manifest, "target", None, demo_bundle)
 
 
 def test_a_failed_part_exits_with_1_after_the_report(bundle, demo_pair, monkeypatch):
@@ -105,6 +122,7 @@ def test_a_failed_part_exits_with_1_after_the_report(bundle, demo_pair, monkeypa
 )  # fmt: skip
 def test_bad_input_is_refused(demo_bundle, demo_pair, tmp_path, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
     (tmp_path / "text.jsonl").write_text('{"prompt": "a"}\nplain text\n')
     (tmp_path / "fields.jsonl").write_text('{"text": "a"}\n')

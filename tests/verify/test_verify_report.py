@@ -59,8 +59,28 @@ def test_a_skipped_part_is_never_a_pass():
     assert make_report(passed, failed).failed_parts == ["sampling"]
     text = "\n".join(describe(make_report(skipped, passed)))
     assert "tensors    skipped: no checkpoint." in text
-    assert "incomplete" in text
+    assert text.endswith("incomplete: not everything ran (2 s); exit code 0")
     assert make_report(skipped, passed).summary()["tensors"] == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "said"),
+    [
+        ({"tensors": "passed", "greedy": "passed", "sampling": "passed"},
+         "greedy yes, sampled yes; weights as the checkpoint's: yes"),
+        ({"tensors": "skipped", "perplexity": "passed", "greedy": "passed", "sampling": "failed"},
+         "greedy yes, sampled NO; weights as the checkpoint's: not compared, because it is gone"),
+        ({"perplexity": "failed", "tensors": "skipped", "neighbours": "failed", "greedy": "passed"},
+         "greedy yes, sampled not compared, because it did not run; weights as the checkpoint's: NO; a token's logits the "
+         "same in every step: NO"),
+    ],
+)  # fmt: skip
+def test_the_first_line_is_a_verdict(statuses, said):
+    reason = {"skipped": "it is gone. Fix: fetch it."}
+    report = make_report(*[Part(name, status, reason.get(status), ()) for name, status in statuses.items()])
+    assert next(describe(report)) == f"lossless: {said}"
+    code = 1 if "failed" in statuses.values() else 0
+    assert list(describe(report))[-1].endswith(f"; exit code {code}")
 
 
 def test_the_text_names_what_failed_and_where():
