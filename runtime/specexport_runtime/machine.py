@@ -92,6 +92,15 @@ def lacks_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or re.search(said, str(error), re.IGNORECASE) is not None
 
 
+def too_high_load() -> float | None:
+    """The load of the last minute where it is above the usable cores; None where it is not, or is not known."""
+    try:
+        load = os.getloadavg()[0]
+    except (OSError, AttributeError):  # Windows has none
+        return None
+    return load if load > available_cores() else None
+
+
 def most_threads() -> int:
     """More compute threads than this are a mistake: four a core, and on any machine some dozens to experiment with."""
     return max(64, 4 * (os.cpu_count() or 1))

@@ -8,11 +8,11 @@ from specexport.backends.base import Backend, BuildJob, HeadNeed, RecipeFields
 from specexport.backends.present_gpu import gpu_check_obstacle
 from specexport.backends.profiles import SMALLEST_PREFILL, engine_kv_capacity, kv_bytes, most_new_tokens, plan_profiles
 from specexport.backends.trt_package import PACKAGES, resolve_architectures
-from specexport_runtime.machine import memory_bytes
 from specexport_runtime.abi import ITEM_BYTES, LayerGeometry
 from specexport_runtime.bundle.entry import EngineEntry, EngineLimits, ModelEntry
 from specexport_runtime.bundle.profiles import HeadSteps
 from specexport_runtime.errors import IncompatibleError
+from specexport_runtime.machine import memory_bytes
 
 if TYPE_CHECKING:
     import onnx_ir as ir

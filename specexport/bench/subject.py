@@ -130,8 +130,7 @@ def _engine_bytes(manifest: Manifest, entry: ModelEntry) -> int:
 
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, load, memory (bytes) and versions: what a figure depends on."""
-    from specexport_runtime.machine import memory_bytes
-    from specexport_runtime.machine import available_cores, processor_fields, versions_of
+    from specexport_runtime.machine import available_cores, memory_bytes, processor_fields, versions_of
 
     total, free, limit = memory_bytes()
     return {

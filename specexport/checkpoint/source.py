@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from specexport_runtime.bundle.files import FOLLOW_LINKS, file_fault, sha256_file
 from specexport_runtime.errors import CheckpointError
-from specexport_runtime.user_cache import cache_folder, read_json, write_json
 
 _CONFIG = "config.json"
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -103,22 +102,6 @@ def turns_by_length(source: Source) -> bool:
 def hash_checkpoint(source: str, revision: str | None = None, *, remote_code: bool = False) -> str:
     """SHA-256 over a checkpoint's files (names and contents), with its Python files if those run; loads no weights."""
     return hash_source(resolve_source(source, revision, remote_code=remote_code))
-
-
-def remember_place(source: str, sha256: str) -> None:
-    """Keep in the user's cache where a checkpoint lies: no manifest names a path, and ``verify`` wants it again."""
-    path = Path(source).expanduser()
-    if path.exists() and (folder := cache_folder("checkpoints")) is not None:
-        write_json(folder / f"{sha256}.json", os.path.abspath(path))
-
-
-def remembered_place(sha256: str) -> str | None:
-    """Where a checkpoint lay when it was built from; None if that is not known. What lies there now may be another."""
-    folder = cache_folder("checkpoints", writable=False)
-    if folder is None or not re.fullmatch("[0-9a-f]{64}", sha256):
-        return None
-    place = read_json(folder / f"{sha256}.json")
-    return place if isinstance(place, str) else None
 
 
 def hash_source(source: Source) -> str:

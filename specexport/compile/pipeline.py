@@ -310,7 +310,8 @@ def _reductions_of(model: ModelSource, plan: _Plan, built: Mapping[str, BuiltMod
 
 
 def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | None) -> ModelSource:
-    from specexport.checkpoint.source import hash_source, holds_quantized, remember_place, resolve_source, turns_by_length
+    from specexport.checkpoint.source import hash_source, holds_quantized, resolve_source, turns_by_length
+    from specexport.compile.places import remember_place
 
     if not Path(source).expanduser().exists():  # a hub id: fetching it needs what building needs
         require_export_stack(find_backend(recipe.backend))

@@ -14,13 +14,12 @@ from specexport.compile.cache import cache_folder
 from specexport.doctor.finding import Finding
 from specexport.doctor.gpu import examine_gpu, examine_tensorrt
 from specexport.doctor.versions import outside_tested_range, tested_ranges
-from specexport_runtime.machine import memory_bytes
 from specexport.report import print_json
 from specexport_runtime.errors import SpecexportError, pip_install
 from specexport_runtime.executors import operators
 from specexport_runtime.executors.open import backend_of
 from specexport_runtime.executors.ort_cuda_package import CUDA, both_installed, reinstall
-from specexport_runtime.machine import available_cores, processor_fields
+from specexport_runtime.machine import available_cores, memory_bytes, processor_fields
 
 _CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 _MIN_MEMORY = 2 * 10**9

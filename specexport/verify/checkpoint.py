@@ -95,7 +95,7 @@ def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Pa
 
 def _candidates(recorded: SourceEntry, revision: str | None, bundle: Path) -> Iterator[str]:
     """Where a checkpoint may lie: never fetched, as a stranger's bundle may give the name."""
-    from specexport.checkpoint.source import remembered_place
+    from specexport.compile.places import remembered_place
 
     source = recorded.name
     if (place := remembered_place(recorded.sha256)) is not None and Path(place).exists():

@@ -139,8 +139,8 @@ def verdict(report: VerifyReport) -> str:
         return "yes" if skipped is None else f"not compared, because {skipped.partition(' Fix:')[0].rstrip('.')}"
 
     bits = "; a token's logits the same in every step: NO" if answer("neighbours") == "NO" else ""
-    weights = answer("tensors", "perplexity")
-    return f"lossless: greedy {answer('greedy')}, sampled {answer('sampling')}; weights as the checkpoint's: {weights}{bits}"
+    drafting = f"lossless: greedy {answer('greedy')}, sampled {answer('sampling')}"
+    return f"{drafting}; weights as the checkpoint's: {answer('tensors', 'perplexity')}{bits}"
 
 
 def _describe_tensors(result: TensorResult) -> Iterator[str]:

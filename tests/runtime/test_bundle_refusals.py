@@ -3,6 +3,7 @@
 import os
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import onnx
 import pytest
@@ -15,6 +16,7 @@ from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError
 from specexport_runtime.executors import operators
 from tests.support.cases.refusals import line_of
+from tests.support.fakes.submitted import raising
 
 
 @pytest.fixture
@@ -140,6 +142,16 @@ def test_without_its_operators_a_bundle_is_refused(demo_bundle, tmp_path, monkey
     monkeypatch.setattr(operators, "_LIBRARY", path)
     try:
         assert words in refuse(demo_bundle, exit_code=exit_code)
+    finally:
+        operators._loaded.cache_clear()
+
+
+def test_operators_that_there_is_no_memory_for_are_not_called_broken(demo_bundle, monkeypatch):
+    refused = raising(OSError("_operators.so: failed to map segment from shared object"))
+    operators._loaded.cache_clear()
+    monkeypatch.setattr(operators, "ctypes", SimpleNamespace(CDLL=refused))
+    try:
+        assert "not enough memory: needs about 0.1 GB" in refuse(demo_bundle, exit_code=3)
     finally:
         operators._loaded.cache_clear()
 

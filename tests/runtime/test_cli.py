@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.cli.output import describe_drafters, describe_unused
+from specexport_runtime.machine import available_cores
 from tests.support.cases.refusals import line_of
 
 PROMPT = "def read_lines(path):\n"
@@ -47,6 +48,30 @@ def test_all_sources_of_a_prompt_agree(run, tmp_path):
     ]
     assert len(set(outputs)) == 1
     assert outputs[0].strip()
+
+
+def test_stats_say_where_spinning_threads_may_be_in_the_way(demo_bundle, monkeypatch):
+    def hint(*flags, load):
+        monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+        command = ["generate", str(demo_bundle), PROMPT, "--max-tokens", "1", "--threads", "1", *flags]
+        found = CliRunner().invoke(runtime_cli, command, catch_exceptions=False)
+        return [line for line in found.stderr.splitlines() if line.startswith("load ")]
+
+    cores = available_cores()
+    told = f"load {cores + 0.5:.1f} on {cores} cores at the start: here --no-spin may be faster"
+    assert hint("--stats", load=cores + 0.5) == [told]
+    assert hint("--stats", load=cores) == []
+    assert hint("--stats", "--no-spin", load=cores + 0.5) == []
+    assert hint(load=cores + 0.5) == []
+
+
+def test_no_memory_is_no_defect(run, monkeypatch):
+    def refuse(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("specexport_runtime.engine.SpecEngine.load", refuse)
+    result = run("x", exit_code=3)
+    assert line_of(result, exit_code=3).startswith("error: not enough memory. Fix: end other programs")
 
 
 def test_a_bad_form_is_named_by_its_flag_and_file(run, tmp_path):

@@ -46,9 +46,8 @@ def test_speculative_plain_and_streamed_output_agree(engine):
 
 
 def test_an_engine_shows_what_it_is(engine):
-    shown = repr(engine)
-    assert shown.startswith(f"SpecEngine('of no bundle', max_num_seqs={engine.max_num_seqs}, max_model_len={MAX_MODEL_LEN}")
-    assert f"K<={engine.lookahead}" in shown
+    shown, rows = repr(engine), f"max_num_seqs={engine.max_num_seqs}, max_model_len={MAX_MODEL_LEN}"
+    assert shown.startswith(f"SpecEngine('of no bundle', {rows}, K<={engine.lookahead}, drafters=")
     assert "draft-model" in shown
     assert "draft-model" not in repr(make_engine(None))
 

@@ -197,10 +197,13 @@ def test_a_parameter_is_refused(http, path, body, param, code):
     ("body", "said"),
     [
         ({"foo": 1}, "There is no parameter foo."),
-        ({"foo": 1, "logit_bias": 3, "speculative": {"k": 1}, "bar": 2}, "There are no parameters speculative.k, foo, bar."),
-        ({f"p{i}": 1 for i in range(10)}, f"There are no parameters {', '.join(f'p{i}' for i in range(8))} and 2 more."),
+        (
+            {"foo": 1, "logit_bias": 3, "speculative": {"k": 1}, "bar": 2},
+            "There are no parameters speculative.k, foo, bar.",
+        ),
+        ({f"p{i}": 1 for i in range(9)}, f"There are no parameters {', '.join(f'p{i}' for i in range(8))} and 1 more."),
     ],
-)  # fmt: skip
+)
 def test_all_unknown_parameters_are_named(http, body, said):
     error = refusal(http.post(COMPLETIONS, json={"prompt": "w1"} | body))
     assert error["message"] == said

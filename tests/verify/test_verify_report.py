@@ -71,8 +71,8 @@ def test_a_skipped_part_is_never_a_pass():
         ({"tensors": "skipped", "perplexity": "passed", "greedy": "passed", "sampling": "failed"},
          "greedy yes, sampled NO; weights as the checkpoint's: not compared, because it is gone"),
         ({"perplexity": "failed", "tensors": "skipped", "neighbours": "failed", "greedy": "passed"},
-         "greedy yes, sampled not compared, because it did not run; weights as the checkpoint's: NO; a token's logits the "
-         "same in every step: NO"),
+         "greedy yes, sampled not compared, because it did not run; weights as the checkpoint's: NO; "
+         "a token's logits the same in every step: NO"),
     ],
 )  # fmt: skip
 def test_the_first_line_is_a_verdict(statuses, said):

@@ -22,6 +22,7 @@ from specexport_runtime.cli.prompts import read_prompts, read_text
 from specexport_runtime.cli.serve import serve
 from specexport_runtime.engine_options import Use
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.machine import available_cores, too_high_load
 
 if TYPE_CHECKING:
     from specexport_runtime.requests.results import Prompt
@@ -92,6 +93,7 @@ def generate(
         trace,
     )
     check_of_use(engine_options, drafting, params)
+    busy = too_high_load() if stats and engine_options.spin else None  # before this adds its own
     drafting["trace"] = trace
     rows = min(engine_options.max_num_seqs or load_manifest(bundle).default_num_seqs, max(len(items), 1))
     notes: list[str] = []
@@ -111,4 +113,7 @@ def generate(
                 print_result(text, result, output)
             if stats and len(texts) > 1:
                 print_padding(engine.padding)
+    if busy is not None:
+        cores = available_cores()
+        click.echo(f"load {busy:.1f} on {cores} cores at the start: here --no-spin may be faster", err=True)
     print_notes(notes)

@@ -287,11 +287,11 @@ def _form(sampling: dict[str, Any]) -> "StructuredOutputs | None":
     if len(given) > 1:
         raise InvalidRequestError(f"{' and '.join(flags)} were both given.", "give one form of the text.")
     for flag, (name, value) in zip(flags, given.items(), strict=True):
-        if not isinstance(value, Path):
-            return StructuredOutputs(**{name: value}, name=flag)
-        try:
-            text = read_text(value)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(f"{flag} {error.message}", error.hint) from None
-        return StructuredOutputs(**{name.removesuffix("_schema"): text}, name=f"{flag} {value}")
+        field: dict[str, Any] = {name.removesuffix("_schema"): value, "name": flag}
+        if isinstance(value, Path):
+            try:
+                field = {name.removesuffix("_schema"): read_text(value), "name": f"{flag} {value}"}
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"{flag} {error.message}", error.hint) from None
+        return StructuredOutputs(**field)
     return None

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from specexport_runtime.bundle.files import native_path
-from specexport_runtime.errors import MORE_MEMORY, IncompatibleError, MissingDependencyError, UserInputError, pip_install
+from specexport_runtime.errors import (
+    MORE_MEMORY,
+    IncompatibleError,
+    MissingDependencyError,
+    UserInputError,
+    pip_install,
+)
 from specexport_runtime.machine import lacks_memory, too_little_memory
 
 KERNELS_VARIABLE = "SPECEXPORT_CPU_KERNELS"
@@ -75,7 +81,8 @@ def _loaded() -> ctypes.CDLL:
         built = _text(library.specexport_build)
     except (OSError, AttributeError) as error:
         if lacks_memory(error):
-            raise IncompatibleError(f"{_LIBRARY}: {too_little_memory(_LIBRARY.stat().st_size)}.", MORE_MEMORY) from error
+            needs = too_little_memory(_LIBRARY.stat().st_size)
+            raise IncompatibleError(f"{_LIBRARY}: {needs}.", MORE_MEMORY) from error
         raise IncompatibleError(f"{_LIBRARY} cannot be loaded ({error}).", _mend()) from error
     if _has_sources() and _sources_are_newer() and built != _fingerprint():
         raise IncompatibleError(f"{_LIBRARY} is older than its sources in {_SOURCES}.", _mend())

@@ -146,9 +146,10 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
     refused = _is_refused(model, path)
     if kind == "extra_forbidden" and not refused:
         unknown = _unknown([each["loc"] for each in errors if each["type"] == kind], body, model)
-        names = ", ".join(unknown[:_MAX_NAMED]) + (f" and {len(unknown) - _MAX_NAMED} more" * (len(unknown) > _MAX_NAMED))
+        more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
         there = "is no parameter" if len(unknown) == 1 else "are no parameters"
-        return ApiError(400, f"There {there} {names}.", param=param, code="unknown_parameter")
+        message = f"There {there} {', '.join(unknown[:_MAX_NAMED])}{more}."
+        return ApiError(400, message, param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(400, f"{param} is missing.", param=param, code="missing_required_parameter")
     parts = json.JSONEncoder(ensure_ascii=False).iterencode(_value_at(body, path))
