@@ -429,7 +429,13 @@ def _from_recipe_folder(key: str, value: str, folder: Path) -> str:
         or value.endswith(".gguf")
         or value.count("/") > 1
     )
-    return str(folder / expanded) if looks_local or (folder / expanded).exists() else value
+    return _short(folder / expanded) if looks_local or (folder / expanded).exists() else value
+
+
+def _short(path: Path) -> str:
+    """A path without ``..``, for messages, unless a link before it makes that another place."""
+    short = os.path.normpath(path)
+    return short if os.path.realpath(short) == os.path.realpath(path) else str(path)
 
 
 def normalize_keys(data: Mapping[str, Any], *, where: str) -> dict[str, Any]:
