@@ -6,12 +6,15 @@ from specexport_runtime.cli.gone import refuse_gone
 from specexport_runtime.cli.lazy import LazyGroup, Mount
 
 COMMANDS = {
+    "run": Mount("specexport.run.command", "run", "Answer a prompt with a model, or talk with it; built when needed."),
     "build": Mount("specexport.compile.command", "build", "Build a bundle from a target and a draft checkpoint."),
     "verify": Mount("specexport.verify.command", "verify", "Prove that a bundle decodes losslessly."),
     "inspect": Mount("specexport.inspect", "inspect", "Show what is in a bundle."),
     "generate": Mount("specexport_runtime.cli.command", "runtime_cli", "Generate text from a bundle."),
     "chat": Mount("specexport_runtime.chat.command", "chat", "Talk with a bundle's model in the terminal."),
     "serve": Mount("specexport_runtime.cli.serve", "serve", "Serve a bundle over HTTP, as OpenAI's API does."),
+    "list": Mount("specexport.run.kept", "list_kept", "Show what the user's cache keeps."),
+    "remove": Mount("specexport.run.kept", "remove", "Remove what the user's cache keeps."),
     "demo": Mount("specexport.demo", "demo", "Build the demo pair, stream from it, measure it against plain decoding."),
     "bench": Mount("specexport.bench.command", "bench", "Measure ways to decode with a bundle side by side."),
     "train-draft": Mount(
@@ -26,6 +29,8 @@ COMMANDS = {
     ),
     "doctor": Mount("specexport.doctor.command", "doctor", "Show what this machine can run, and why not."),
 }
+TAKE_CHECKPOINTS = ("generate", "chat", "serve")
+"""Commands of the runtime that get a bundle of a checkpoint here, where the compiler is."""
 GONE = {"tune": "specexport bench BUNDLE… --lookahead K,… --contexts L,…"}
 """Commands of earlier releases, with what does their work now."""
 
@@ -40,6 +45,15 @@ class _Commands(LazyGroup):
         if args[0] in GONE and not ctx.resilient_parsing:
             raise refuse_gone(args[0], GONE[args[0]])
         return super().resolve_command(ctx, args)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command."""
+        command = super().get_command(ctx, cmd_name)
+        if command is None or cmd_name not in TAKE_CHECKPOINTS:
+            return command
+        from specexport.run.command import takes_checkpoints
+
+        return takes_checkpoints(command)
 
 
 @click.group(cls=_Commands, mounts=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})

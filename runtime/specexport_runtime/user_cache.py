@@ -61,19 +61,24 @@ def _home() -> Path:
 def cache_folder(kind: str, *, writable: bool = True) -> Path | None:
     """The cache folder for a kind of data, made if need be; None, warned of once, where it does not serve."""
     try:
-        folder = cache_root() / kind
         if writable:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        elif not folder.is_dir():
-            return None
-        if not is_private(folder.stat()):
-            raise PermissionError(0, "it belongs to somebody else, or others may write to it")
-        if writable and not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(0, "it is read-only")
+            return require_folder(kind)
+        folder = cache_root() / kind
+        return folder if folder.is_dir() and is_private(folder.stat()) else None
     except (OSError, RuntimeError) as error:
         if writable:
             warn_unwritable(error)
         return None
+
+
+def require_folder(kind: str) -> Path:
+    """The cache folder for a kind of data, made if need be; OSError or RuntimeError where nothing can be written."""
+    folder = cache_root() / kind
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_private(folder.stat()):
+        raise PermissionError(0, "it belongs to somebody else, or others may write to it")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(0, "it is read-only")
     return folder
 
 

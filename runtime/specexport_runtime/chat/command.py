@@ -18,6 +18,7 @@ from specexport_runtime.cli.options import (
     check_of_use,
     drafting_options,
     engine_flags,
+    find_bundle,
     sampling_options,
     sampling_params,
     take_drafting,
@@ -84,6 +85,7 @@ def chat(
         None if chat_template is None else read_text(chat_template),
     )
     check_of_use(engine_options, drafting, params)
+    bundle = find_bundle(bundle)
     _check_template(bundle, session_options)
     from specexport_runtime.engine import SpecEngine
     from specexport_runtime.watch.never_accepted import NeverAccepted

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specexport_runtime.cli.any_text import typed
 from specexport_runtime.cli.lazy import LazyGroup, Mount
 from specexport_runtime.cli.options import (
     check_of_use,
     drafting_options,
     engine_flags,
+    find_bundle,
     sampling_options,
     sampling_params,
     take_drafting,
@@ -45,6 +47,7 @@ runtime_cli.add_command(serve)
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 text file.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="Many prompts: JSONL with a field `prompt`.")
 @click.option("--chat", is_flag=True, help="Put each prompt into the bundle's chat template as a user message.")
+@click.option("--system", type=typed, metavar="TEXT", help="With --chat: what the model is told before the prompt.")
 @drafting_options
 @click.option("--reference", type=click.Path(path_type=Path), help="UTF-8 text file that lookup may copy from.")
 @engine_flags(Use.ANY, Use.BATCH)
@@ -62,7 +65,8 @@ def generate(
     prompt: str | None,
     prompt_file: Path | None,
     prompts: Path | None,
-    chat: bool,
+    chat: bool | None,  # None: where the bundle has a template
+    system: str | None,
     reference: Path | None,
     stats: bool,
     trace: bool,
@@ -81,8 +85,7 @@ def generate(
     shared = None if reference is None else read_text(reference)
     references = [shared if item.reference is None else item.reference for item in items]
     from specexport_runtime.bundle.manifest import load_manifest
-    from specexport_runtime.engine import SpecEngine
-    from specexport_runtime.watch.never_accepted import NeverAccepted
+    from specexport_runtime.bundle.opened import CHAT_TEMPLATE_NAME
 
     terminal = sys.stdout.isatty()
     output = OutputOptions(
@@ -95,14 +98,25 @@ def generate(
     check_of_use(engine_options, drafting, params)
     busy = too_high_load() if stats and engine_options.spin else None  # before this adds its own
     drafting["trace"] = trace
-    rows = min(engine_options.max_num_seqs or load_manifest(bundle).default_num_seqs, max(len(items), 1))
+    bundle = find_bundle(bundle)
+    manifest = load_manifest(bundle)
+    chat = CHAT_TEMPLATE_NAME in manifest.files if chat is None else chat
+    if system is not None and not chat:
+        raise InvalidRequestError(
+            "--system was given, and plain text has no place for it.", "leave it out, or add --chat."
+        )
+    rows = min(engine_options.max_num_seqs or manifest.default_num_seqs, max(len(items), 1))
+    from specexport_runtime.engine import SpecEngine
+    from specexport_runtime.watch.never_accepted import NeverAccepted
+
     notes: list[str] = []
     with closing(SpecEngine.load(bundle, engine_options, max_num_seqs=rows, share_threads=True)) as engine:
         engine.add_observer(NeverAccepted(notes.append))
         texts = [item.text for item in items]
         inputs: list[Prompt] = list(texts)
         if chat:
-            conversations = [[{"role": "user", "content": text}] for text in texts]
+            told = [] if system is None else [{"role": "system", "content": system}]
+            conversations = [[*told, {"role": "user", "content": text}] for text in texts]
             texts = [engine.format_chat(each) for each in conversations]
             inputs = [engine.encode_chat(each) for each in conversations]
         if prompts is None and not as_json:

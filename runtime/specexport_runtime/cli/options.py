@@ -40,6 +40,12 @@ class NumberOr(click.ParamType):  # type: ignore[type-arg]  # older releases of 
             self.fail(f"{value!r} is neither {kind} nor {self.word!r}.", param, ctx)
 
 
+def find_bundle(given: Path) -> Path:
+    """The bundle to run: what the compiler's command line, where this is a part of it, makes of a checkpoint."""
+    find = click.get_current_context().obj
+    return given if find is None else find(given)
+
+
 OFF = "off"
 """Switches a rule off on the command line; the rule is None then."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from specexport_runtime.cli.options import NumberOr, engine_flags, take_engine_options
+from specexport_runtime.cli.options import NumberOr, engine_flags, find_bundle, take_engine_options
 from specexport_runtime.engine_options import Use
 from specexport_runtime.errors import MissingDependencyError, pip_install
 from specexport_runtime.intake.chat_dialect import REASONING_PARSERS
@@ -150,13 +150,18 @@ def serve(
     from specexport_runtime.bundle.opened import check_num_seqs
 
     settings = {name: options.pop(name) for name in list(options) if name in ServerConfig.__dataclass_fields__}
-    name = _folder_name(bundle) if model_name is None else model_name
-    config = ServerConfig(model_name=name, api_keys=collect_keys(api_keys, api_key_file), **settings)
+    if model_name is not None:
+        settings["model_name"] = model_name
+    config = ServerConfig(api_keys=collect_keys(api_keys, api_key_file), **settings)
     if options["max_num_seqs"] is not None:
         check_num_seqs(options["max_num_seqs"], "--max-num-seqs")
     drafting = speculative_config(drafter, num_speculative_tokens)
     engine = replace(take_engine_options(options), speculative_config=drafting, share_threads=True)
-    return _import_run()(bundle, config, engine)
+    run = _import_run()
+    bundle = find_bundle(bundle)
+    if model_name is None:
+        config = replace(config, model_name=_folder_name(bundle))
+    return run(bundle, config, engine)
 
 
 def _folder_name(bundle: Path) -> str:

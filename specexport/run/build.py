@@ -1,0 +1,69 @@
+"""Building a bundle into the user's cache, alone among all processes that want the same one."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import click
+
+from specexport.run.bundles import Wanted, alone, bundles_folder, look_at, read_kept, states_of, sweep, write_record
+from specexport.run.estimate import show_estimate
+from specexport_runtime.bundle.manifest import MANIFEST_NAME
+from specexport_runtime.errors import UserInputError
+from specexport_runtime.user_cache import ROOT_VARIABLE
+
+_WEIGHTS = (".gguf", ".safetensors")
+
+
+def build_kept(wanted: Wanted) -> None:
+    """Build what is wanted unless it is kept by now; returns when it is. Prints what happens to standard error."""
+    folder = bundles_folder() / wanted.id
+    with alone(folder, lambda: _say(f"{wanted.name} is being built by another process: waiting for it")):
+        kept = read_kept(folder)
+        fault = None if kept is None else look_at(kept).fault
+        if kept is not None and fault is None:
+            return
+        sweep()
+        files = {role: states_of(place) for role, place in wanted.places.items()}
+        if fault is not None:
+            _say(f"{fault}: {wanted.name} is built again")
+        try:
+            folder.mkdir(exist_ok=True)
+            _build(wanted, folder, files)
+        except UserInputError as error:
+            if str(folder) not in error.message:
+                raise
+            fix = f"free some space (`specexport list` shows what is kept), or set {ROOT_VARIABLE} to another disk."
+            raise UserInputError(error.message, fix) from error
+        finally:
+            if read_kept(folder) is None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _build(wanted: Wanted, folder: Path, files: dict[str, dict[str, list[int]]]) -> None:
+    from specexport.compile.pipeline import build_bundle
+    from specexport.host import map_large_blocks
+    from specexport.recipe import BuildRecipe
+
+    bundle = folder / wanted.name
+    if bundle.exists() and not (bundle / MANIFEST_NAME).exists():  # which a build refuses to replace
+        shutil.rmtree(bundle)
+    recipe = BuildRecipe(
+        target=wanted.target,
+        draft=wanted.draft,
+        output=str(bundle),
+        quantize=wanted.quantize,
+        max_model_len="auto" if wanted.max_model_len is None else wanted.max_model_len,
+    )
+    sizes = {
+        role: sum(state[0] for path, state in states.items() if path.endswith(_WEIGHTS))
+        for role, states in files.items()
+    }
+    map_large_blocks()
+    with show_estimate(sys.stderr, wanted.name, sizes) as progress:
+        build_bundle(recipe, progress=progress, force=True, use_cache=False)
+        write_record(folder, wanted, files)
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)

@@ -1,0 +1,127 @@
+"""``specexport run``, and checkpoints in the place of bundles for the commands of the runtime."""
+
+import copy
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specexport.backends.base import AUTO_MODEL_LEN
+from specexport.run.bundles import Kept, Wanted, find_kept, given_place, look_at, states_of
+from specexport_runtime.bundle.entry import MAX_MODEL_LEN
+from specexport_runtime.bundle.manifest import MANIFEST_NAME
+from specexport_runtime.cli.any_text import typed
+from specexport_runtime.cli.options import engine_flag
+from specexport_runtime.errors import MissingDependencyError, UserInputError
+
+_BUILD = (
+    click.option("--draft", metavar="CHECKPOINT", help="Draft checkpoint, if the model is a checkpoint too."),
+    click.option("--quantize", metavar="KIND", help="As for `build`, if the model is a checkpoint."),
+)
+
+
+def takes_checkpoints(command: click.Command) -> click.Command:
+    """A command of the runtime whose bundle may be a checkpoint: it is built into the cache if it is not there."""
+    made, call = copy.copy(command), command.callback
+    made.params = list(command.params)
+    for option in _BUILD:
+        option(made)  # type: ignore[type-var]  # click takes commands as well as functions
+
+    def find_and_run(draft: str | None, quantize: str | None, **values: Any) -> Any:
+        wanted = {"draft": draft, "quantize": quantize, "max_model_len": values.get("max_model_len")}
+        click.get_current_context().obj = partial(find_bundle, **wanted)
+        return call(**values) if call is not None else None
+
+    made.callback = find_and_run
+    return made
+
+
+def find_bundle(given: Path, *, draft: str | None, quantize: str | None, max_model_len: int | None) -> Path:
+    """The bundle of a model: the model itself if it is one, else what the cache keeps of it, or gets now."""
+    if os.path.lexists(given / MANIFEST_NAME):
+        for name, value in (("--draft", draft), ("--quantize", quantize)):
+            if value is not None:
+                raise UserInputError(
+                    f"{name} was given, and {given} is a bundle, which has its own.", f"leave {name} out."
+                )
+        return given
+    # A build makes room for so many unless it is told otherwise; fewer are a matter of the load.
+    longer = max_model_len is not None and max_model_len > AUTO_MODEL_LEN
+    wanted = Wanted(
+        given_place(str(given)),
+        None if draft is None else given_place(draft),
+        quantize,
+        max_model_len if longer else None,
+    )
+    kept = find_kept(wanted)
+    look = None if kept is None else look_at(kept)
+    if kept is None or look is None or look.fault is not None:
+        from specexport.compile.model import require_export_stack
+
+        try:
+            require_export_stack()
+        except MissingDependencyError:
+            if not os.path.lexists(given):
+                return given  # a bundle's folder, most likely: the loader says that there is none
+            raise
+        kept = _build(wanted)
+    elif look.gone:
+        click.echo(f"{' and '.join(look.gone)}: gone, and this runs what was built from it", err=True)
+    kept.note_use()
+    return kept.bundle
+
+
+def _build(wanted: Wanted) -> Kept:
+    from specexport.run.build import build_kept
+    from specexport.run.bundles import bundles_folder
+    from specexport.run.child import call_in_child
+
+    for place in wanted.places.values():
+        if os.path.isabs(place):
+            states_of(place)  # what is wrong with it is said at once
+    bundles_folder()
+    call_in_child(build_kept, wanted)
+    kept = find_kept(wanted)
+    if kept is None:
+        raise UserInputError(f"{wanted.name} was removed as soon as it was built.", "run it again.")
+    return kept
+
+
+@click.command()
+@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("prompt", required=False)
+@_BUILD[0]
+@_BUILD[1]
+@click.option("--system", type=typed, metavar="TEXT", help="What the model is told before everything.")
+@click.option("--max-tokens", type=int, help="Most tokens of an answer.  [default: as many as there is room for]")
+@click.option("--temperature", type=float, help="0 is greedy.  [default: 0; in a conversation 0.7]")
+@click.option("--seed", type=int, help="Seed of the random stream; none draws a fresh one.")
+@click.option("--max-model-len", type=int, help="Most tokens of prompt and answer.  [default: 4096, or the model's]")
+@engine_flag("num_threads")
+@click.option("--stats", is_flag=True, help="Print counters and speed to standard error.")
+@click.option("--color/--no-color", "colour", default=False, help="Colour tokens by origin.")
+@click.pass_context
+def run(ctx: click.Context, target: Path, prompt: str | None, max_tokens: int | None, **options: Any) -> None:
+    """Answer PROMPT (or standard input) with TARGET, or talk with it on a terminal.
+
+    TARGET is a .gguf file, a Hugging Face folder or a hub id, built into the cache the first time; or a bundle.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    talks = prompt is None and sys.stdin.isatty()
+    command = _command(ctx, "chat" if talks else "generate")
+    if talks:
+        ctx.invoke(command, bundle=target, max_tokens=max_tokens, **given)
+    else:
+        most = MAX_MODEL_LEN if max_tokens is None else max_tokens
+        ctx.invoke(command, bundle=target, prompt=prompt, chat=None, show_prompt=False, max_tokens=most, **given)
+
+
+def _command(ctx: click.Context, name: str) -> click.Command:
+    group = ctx.parent.command if ctx.parent is not None else None
+    found = group.get_command(ctx, name) if isinstance(group, click.Group) else None
+    if found is None:
+        raise UserInputError("this installation has no chat.", "give a prompt.")
+    return found
