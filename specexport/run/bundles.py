@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specexport.atomic import remove_leftovers
 from specexport.checkpoint.source import file_state, resolve_source
@@ -109,7 +109,7 @@ def given_place(given: str) -> str:
 
 def read_kept(folder: Path) -> Kept | None:
     """What is kept in ``bundles/<id>``; None if nothing is, or it is damaged."""
-    data = read_json(folder / _RECORD)
+    data: Any = read_json(folder / _RECORD)
     try:
         return Kept(folder, Wanted(**data["wanted"]), data["files"], data["version"])
     except (TypeError, KeyError):
@@ -216,12 +216,15 @@ def alone(folder: Path, wait: Callable[[], object] | None = None) -> Iterator[bo
 
 
 def remove_kept(kept: Kept) -> None:
-    """Remove a bundle; engines that run it go on. UserInputError if it is being built."""
-    with alone(kept.folder) as is_mine, held(kept.bundle, alone=True):
-        if is_mine is False:
-            raise UserInputError(f"{kept.wanted.name} is being built just now.", "wait for that, or stop it.")
-        (kept.folder / _RECORD).unlink(missing_ok=True)  # what is left is nothing from here on
-        shutil.rmtree(kept.folder)
+    """Remove a bundle; engines that run it go on. UserInputError if it is being built, or cannot be removed."""
+    try:
+        with alone(kept.folder) as is_mine, held(kept.bundle, alone=True):
+            if is_mine is False:
+                raise UserInputError(f"{kept.wanted.name} is being built just now.", "wait for that, or stop it.")
+            (kept.folder / _RECORD).unlink(missing_ok=True)  # what is left is nothing from here on
+            shutil.rmtree(kept.folder)
+    except OSError as error:
+        raise UserInputError(f"{kept.folder} cannot be removed ({error.strerror}).", "remove it yourself.") from error
 
 
 def sweep() -> None:

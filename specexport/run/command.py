@@ -28,11 +28,12 @@ def takes_checkpoints(command: click.Command) -> click.Command:
     made, call = copy.copy(command), command.callback
     made.params = list(command.params)
     for option in _BUILD:
-        option(made)  # type: ignore[type-var]  # click takes commands as well as functions
+        option(made)
 
     def find_and_run(draft: str | None, quantize: str | None, **values: Any) -> Any:
-        wanted = {"draft": draft, "quantize": quantize, "max_model_len": values.get("max_model_len")}
-        click.get_current_context().obj = partial(find_bundle, **wanted)
+        click.get_current_context().obj = partial(
+            find_bundle, draft=draft, quantize=quantize, max_model_len=values.get("max_model_len")
+        )
         return call(**values) if call is not None else None
 
     made.callback = find_and_run
@@ -104,7 +105,7 @@ def _build(wanted: Wanted) -> Kept:
 @click.option("--stats", is_flag=True, help="Print counters and speed to standard error.")
 @click.option("--color/--no-color", "colour", default=False, help="Colour tokens by origin.")
 @click.pass_context
-def run(ctx: click.Context, target: Path, prompt: str | None, max_tokens: int | None, **options: Any) -> None:
+def run(ctx: click.Context, /, target: Path, prompt: str | None, max_tokens: int | None, **options: Any) -> None:
     """Answer PROMPT (or standard input) with TARGET, or talk with it on a terminal.
 
     TARGET is a .gguf file, a Hugging Face folder or a hub id, built into the cache the first time; or a bundle.
