@@ -25,8 +25,11 @@ from specexport_runtime import SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import SpecexportError, VocabularyMismatchError
 from tests.support.cases.refusals import RunCli, line_of
+from tests.support.fakes.child_work import fail, kill_itself
 from tests.support.fakes.kept_builds import CopiedBuild
 from tests.support.models.pairs import TinyPair
+from tests.support.models.tiny_gguf import write_gguf
+from tests.support.models.tiny_models import GROUPED, make_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +59,39 @@ def builds(tmp_path: Path, cache: Path, tiny_bundle: Path, monkeypatch: pytest.M
 def run(run_cli: RunCli, target: Path) -> Callable[..., Any]:
     """Run the target."""
     return lambda *args: run_cli("run", target, "def f(", "--max-tokens", 4, *args)
+
+
+def real(*args: object, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """The command line in a process of its own; says which heavy packages it has loaded."""
+    code = (
+        "import atexit, sys; from specexport.cli import main\n"
+        "atexit.register(lambda: print(*{'torch', 'transformers', 'onnx'} & set(sys.modules), file=sys.stderr))\n"
+        "main(prog_name='specexport')"
+    )
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, **options)
+
+
+@pytest.mark.slow
+def test_from_a_file_to_a_text(cache: Path, tmp_path: Path) -> None:
+    """Nothing is stood in for: a GGUF file, a build in a process of its own, a text by its chat template."""
+    template = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
+    file = tmp_path / "tiny.gguf"
+    write_gguf(make_model("Qwen2", GROUPED), file, stated={"tokenizer.chat_template": template})
+    options = ("--max-tokens", 8, "--temperature", 0.5, "--seed", 1)
+    first = real("run", file, "hello", "--system", "Be brief.", *options)
+    assert first.returncode == 0, first.stderr
+    begin, end, loaded = first.stderr.split("\n", 2)
+    assert begin.startswith("building tiny ")
+    assert end.startswith("built tiny ")
+    assert not loaded.strip(), "what the build loads is gone with its process"
+    second = real("run", file, "--system", "Be brief.", *options, input="hello")
+    assert (second.stdout, second.stderr.strip()) == (first.stdout, "")
+    (bundle,) = (path for path in cache.glob("bundles/*/tiny"))
+    prompt = "<system> Be brief.\n<user> hello\n"
+    plain = real("generate", bundle, prompt, *options)
+    assert plain.stdout == first.stdout
+    assert not (cache / "engines").exists(), "each weight lies on the disk once"
 
 
 def change(path: Path) -> None:
@@ -100,7 +136,7 @@ def test_a_bundle_runs_as_it_is(run_cli, refuse_cli, builds, tiny_bundle) -> Non
 
 def test_options_are_checked_before_anything_is_built(run, refuse_cli, builds, target) -> None:
     assert "temperature" in refuse_cli("run", target, "text", "--temperature", -1)
-    assert "--system" in line_of(run("--system", "Be brief."), exit_code=2).removeprefix("") if False else True
+    assert "no prompt" not in refuse_cli("run", target, "text", "--threads", 0)
     assert builds.count == 0
 
 
@@ -231,7 +267,9 @@ def test_every_kind_of_data_in_the_cache_is_listed() -> None:
     named = set()
     for package in ("specexport", "runtime/specexport_runtime"):
         for path in (ROOT / package).rglob("*.py"):
-            named |= set(re.findall(r'(?:cache_folder\(|^(?:RECORD_)?KIND = )"([a-z-]+)"', path.read_text(), re.MULTILINE))
+            named |= set(
+                re.findall(r'(?:cache_folder\(|^(?:RECORD_)?KIND = )"([a-z-]+)"', path.read_text(), re.MULTILINE)
+            )
     assert named - {"bundles"} == set(OTHERS) - {"engines"}
 
 
@@ -242,3 +280,158 @@ def test_what_runs_goes_on_when_it_is_removed(run, run_cli, builds, cache) -> No
         run_cli("remove", "model")
         assert is_clear(cache)
         assert engine.generate("def f(")[0].token_ids == before
+
+
+class Processes:
+    """Processes that want the same bundle."""
+
+    def __init__(self, builds: CopiedBuild, target: Path) -> None:
+        self.builds, self.target = builds, target
+        self.begun: list[subprocess.Popen[str]] = []
+
+    def begin(self) -> subprocess.Popen[str]:
+        code = "import sys; from tests.support.fakes.kept_builds import build_as_told; build_as_told(*sys.argv[1:])"
+        told = [str(each) for each in (self.builds.source, self.builds.work, self.target)]
+        self.begun.append(
+            subprocess.Popen([sys.executable, "-c", code, *told], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        )
+        return self.begun[-1]
+
+    def until(self, is_so: Callable[[], object]) -> None:
+        end = time.monotonic() + 120
+        while not is_so():
+            assert time.monotonic() < end
+            assert all(each.returncode is None for each in self.begun)
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def processes(builds: CopiedBuild, target: Path, cache: Path) -> Iterator[Processes]:
+    made = Processes(builds, target)
+    builds.hold.touch()
+    yield made
+    builds.hold.unlink(missing_ok=True)
+    for each in made.begun:
+        with each:
+            each.kill()
+
+
+def waits(process: subprocess.Popen[str]) -> bool:
+    assert process.stderr is not None
+    return process.stderr.readline() == "model is being built by another process: waiting for it\n"
+
+
+def test_the_second_of_two_waits_and_takes_what_the_first_built(processes, builds, refuse_cli, cache) -> None:
+    first = processes.begin()
+    processes.until(lambda: builds.count)
+    second = processes.begin()
+    assert waits(second)
+    builds.hold.unlink()
+    assert not second.communicate()[1]
+    assert "built model" in first.communicate()[1]
+    assert first.returncode == second.returncode == 0
+    assert builds.count == 1
+    assert os.listdir(cache / "bundles") == [all_kept()[0].folder.name]
+
+
+def test_the_second_builds_when_the_first_is_killed(processes, builds, run_cli, cache) -> None:
+    first = processes.begin()
+    processes.until(lambda: builds.count)
+    second = processes.begin()
+    assert waits(second)
+    run_cli("list")  # what is being built is no leftover
+    first.send_signal(signal.SIGKILL)
+    processes.until(lambda: builds.count == 2)
+    builds.hold.unlink()
+    assert "built model" in second.communicate()[1]
+    kept = all_kept()[0]
+    assert os.listdir(kept.folder.parent) == [kept.folder.name]
+    assert sorted(os.listdir(kept.folder)) == ["built.json", "model"], "what the first wrote is gone"
+    assert not (kept.bundle / "half").exists()
+
+
+def test_what_a_killed_build_left_goes_with_the_next_command(processes, builds, run_cli, cache) -> None:
+    first = processes.begin()
+    processes.until(lambda: builds.count)
+    first.kill()
+    first.wait()
+    assert list(cache.rglob("half"))
+    run_cli("list")
+    assert is_clear(cache)
+
+
+def test_what_is_being_built_again_is_not_removed(processes, run, builds, refuse_cli, target) -> None:
+    builds.hold.unlink()
+    run()
+    builds.hold.touch()
+    change(target / "config.json")
+    processes.begin()
+    processes.until(lambda: builds.count == 2)
+    assert "being built just now" in refuse_cli("remove", "model")
+    assert all_kept()
+
+
+def test_errors_come_out_of_the_child_as_they_were(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(VocabularyMismatchError, match="none") as raised:
+        child.call_in_child(fail, VocabularyMismatchError("none.", "give one."))
+    assert raised.value.hint == "give one."
+    assert not capfd.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        child.call_in_child(fail, ZeroDivisionError("a defect"))
+    assert ended.value.code == 1
+    assert "ZeroDivisionError: a defect" in capfd.readouterr().err
+    with pytest.raises(SpecexportError, match="signal 9"):
+        child.call_in_child(kill_itself)
+
+
+def test_the_child_ends_with_its_parent_and_clears_away(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    code = "import sys; from tests.support.fakes.child_work import begin_waiting; begin_waiting(sys.argv[1])"
+    for sent in (signal.SIGKILL, signal.SIGTERM):
+        with subprocess.Popen([sys.executable, "-c", code, str(begun)], cwd=ROOT) as parent:
+            while not begun.exists():
+                assert parent.poll() is None
+                time.sleep(0.01)
+            parent.send_signal(sent)
+        end = time.monotonic() + 60
+        while begun.read_text() != "cleared":
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        begun.unlink()
+
+
+def test_an_estimate_falls_and_never_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(estimate.time, "monotonic", lambda: now[0])
+    made = estimate.Estimate({"target": 10**9, "draft": 10**8})
+    whole = made.seconds_left()
+    stages = [(role, stage) for role in ("target", "draft") for stage in estimate.SECONDS]
+    left = []
+    for role, stage in [*stages, ("", "bundle")]:
+        made.on_event(ProgressEvent(stage, role, 0, 0))
+        left.append(made.seconds_left())
+        fixed, each_gb = estimate.SECONDS.get(stage, (3.0, 0.0))
+        now[0] += 2 * (fixed + each_gb * (1.0 if role == "target" else 0.1))  # half as fast as the table says
+    assert whole < max(left) < 3 * whole, "it learns that this machine is slow"
+    assert left[-1] < left[len(left) // 2] < max(left)
+    assert min(left) > 0
+    before = made.seconds_left()
+    now[0] += 1000
+    assert made.seconds_left() > before, "a stage that does not end"
+    assert estimate.describe_seconds(0.1) == "a few seconds"
+    assert estimate.describe_seconds(41) == "about 45 s"
+    assert estimate.describe_seconds(200) == "about 3 min"
+
+
+def test_a_terminal_has_one_line_that_goes_away() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    with estimate.show_estimate(stream, "a-model-" + "x" * 200, {"target": 10**9}) as progress:
+        progress(ProgressEvent("trace", "target", 1, 9, "a message"))
+    assert "building a-model" in stream.getvalue()
+    assert max(map(len, re.split(r"[\r\n]|\x1b\[\??[0-9]*[a-zA-Z]", stream.getvalue()))) <= 80
+    assert "a message" not in stream.getvalue()
+    assert stream.getvalue().count("\n") <= 1
