@@ -19,8 +19,10 @@ SECONDS: Mapping[str, tuple[float, float]] = {
 """Of each stage of a model, on two cores: seconds of any model, and more for each GB of its files."""
 _TRIAL = (5.0, 27.0)
 """Of the trial of a draft's form; the GB are the target's, which writes the texts."""
+_PLAN = (3.0, 2.0)
+"""Of finding and hashing all files."""
 _BUNDLE = 3.0
-_DOUBT_S = 8.0
+_DOUBT_S = 30.0
 """Seconds of building that say as much of this machine's speed as what the table says."""
 
 
@@ -29,19 +31,17 @@ class Estimate:
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._usual = dict(_usual(sizes))  # seconds of each stage in turn
+        self._order = list(self._usual)
         self._begin = self._since = time.monotonic()
         self._done = 0.0  # usual seconds of the stages that are over
-        self._current = ("", "plan")
+        self._current = self._order[0]
 
     def on_event(self, event: ProgressEvent) -> None:
         """A stage begins; those before it are over, whether they were needed or not."""
         key = (event.role, event.stage)
-        if key == self._current or key not in self._usual:
-            return
-        order = list(self._usual)
-        if order.index(key) > (order.index(self._current) if self._current in self._usual else -1):
+        if key in self._usual and (place := self._order.index(key)) > self._order.index(self._current):
             self._current, self._since = key, time.monotonic()
-            self._done = sum(self._usual[each] for each in order[: order.index(key)])
+            self._done = sum(self._usual[each] for each in self._order[:place])
 
     @property
     def stage(self) -> str:
@@ -52,12 +52,13 @@ class Estimate:
         """Seconds until the end, more than 0: a stage that takes longer than it should takes a third more again."""
         now = time.monotonic()
         pace = (self._since - self._begin + _DOUBT_S) / (self._done + _DOUBT_S)
-        usual, spent = self._usual.get(self._current, 1.0), now - self._since
+        usual, spent = self._usual[self._current], now - self._since
         later = sum(self._usual.values()) - self._done - usual
-        return max(pace * usual - spent, spent / 3, 1.0) + pace * max(later, 0.0)
+        return max(pace * usual - spent, spent / 3, 1.0) + pace * later
 
 
 def _usual(sizes: Mapping[str, int]) -> Iterator[tuple[tuple[str, str], float]]:
+    yield ("", "plan"), _PLAN[0] + _PLAN[1] * sum(sizes.values()) / 1e9
     for role, size in sizes.items():
         for stage, (fixed, each_gb) in SECONDS.items():
             yield (role, stage), fixed + each_gb * size / 1e9

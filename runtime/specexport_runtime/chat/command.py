@@ -121,8 +121,8 @@ def _check_template(bundle: Path, options: ChatOptions) -> None:
 
     if options.chat_template is None and CHAT_TEMPLATE_NAME not in load_manifest(bundle).files:
         raise InvalidRequestError(
-            f"{bundle} has no chat template.",
-            "give one with --chat-template, or write plain text with `specexport generate`.",
+            f"{bundle.name} has no chat template.",
+            "give one with --chat-template, or a prompt to `specexport run`, which writes plain text then.",
         )
 
 
