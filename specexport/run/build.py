@@ -26,7 +26,7 @@ def build_kept(wanted: Wanted) -> None:
         sweep()
         files = {role: states_of(place) for role, place in wanted.places.items()}
         if fault is not None:
-            _say(f"{fault}: {wanted.name} is built again")
+            _say(f"{fault}: {wanted.name} is built again, unless all contents are the same")
         try:
             folder.mkdir(exist_ok=True)
             _build(wanted, folder, files)

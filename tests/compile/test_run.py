@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from specexport.atomic import tree_size
-from specexport.compile import pipeline
+from specexport.checkpoint import source
+from specexport.compile import model, pipeline
 from specexport.progress import ProgressEvent
 from specexport.run import child, estimate
 from specexport.run.bundles import all_kept, given_place
@@ -152,11 +153,33 @@ def test_a_changed_file_is_seen(run, builds, target) -> None:
     run()
     change(target / "config.json")
     said = run().stderr.splitlines()
-    assert said[0] == f"{target} has changed: model is built again"
+    assert said[0] == f"{target} has changed: model is built again, unless all contents are the same"
     assert not run().stderr
     (target / "chat_template.jinja").write_text("{{ messages }}")
     assert "has changed" in run().stderr, "another file beside it"
     assert builds.count == 3
+
+
+def test_a_hub_id_is_fetched_once(run_cli, builds, target, cache, monkeypatch, tmp_path) -> None:
+    asked = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(source, "_fetch", lambda *args: asked.append(args) or target)
+    for _ in range(2):
+        assert run_cli("run", "org/tiny", "def f(", "--max-tokens", 4).exit_code == 0
+    assert len(asked) == builds.count == 1
+    (kept,) = all_kept()
+    assert (kept.wanted.target, kept.bundle.name) == ("org/tiny", "tiny")
+    shutil.rmtree(target)
+    assert "org/tiny: gone" in run_cli("run", "org/tiny", "def f(", "--max-tokens", 4).stderr
+
+
+def test_without_the_compiler_a_line_says_what_to_install(refuse_cli, target, cache, monkeypatch) -> None:
+    monkeypatch.setattr(model, "_NEEDED", ("no_such_module",))
+    for command in ("run", "serve", "generate"):
+        line = refuse_cli(command, target, *(["text"] if command != "serve" else []))
+        assert "building needs no_such_module" in line
+        assert "export" in line.partition("Fix: ")[2]
+    assert "there is no folder other" in refuse_cli("run", "other", "text")
 
 
 def test_a_changed_file_that_cannot_be_built_is_refused_and_the_old_bundle_stays(run, builds, target) -> None:

@@ -14,6 +14,7 @@ REQUIRED = {
     "generate": [NOTHING, "text"], "chat": [NOTHING], "serve": [NOTHING], "demo": [],
     "bench": [NOTHING, "--prompts", "{folder}/p.jsonl"],
     "train-draft": [NOTHING, "-o", "{folder}/out", "--prompts", "{folder}/p.jsonl", "-q"], "explain": [NOTHING, "text"],
+    "run": [NOTHING, "text"], "list": [], "remove": ["name"],
     "debug": [NOTHING, "--graph", "padded", "-q"], "simulate": [], "doctor": [],
 }  # fmt: skip
 """What each command must be given, with a folder or file that is not there."""

@@ -163,7 +163,8 @@ def test_the_compilers_command_has_it_too():
     from specexport.cli import main
 
     served = main.get_command(None, "serve")
-    assert served is command.serve
+    flags = [option.name for option in command.serve.params]
+    assert [option.name for option in served.params] == [*flags, "draft", "quantize"]
     assert {"--api-key", "--max-num-seqs", "--drain-timeout"} <= {
         flag for option in served.params for flag in option.opts
     }

@@ -103,7 +103,7 @@ def generate(
     chat = CHAT_TEMPLATE_NAME in manifest.files if chat is None else chat
     if system is not None and not chat:
         raise InvalidRequestError(
-            "--system was given, and plain text has no place for it.", "leave it out, or add --chat."
+            "--system was given, and plain text has no place for it.", "leave it out, or use a chat template (--chat)."
         )
     rows = min(engine_options.max_num_seqs or manifest.default_num_seqs, max(len(items), 1))
     from specexport_runtime.engine import SpecEngine
