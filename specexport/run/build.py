@@ -1,5 +1,6 @@
 """Building a bundle into the user's cache, alone among all processes that want the same one."""
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -34,7 +35,8 @@ def build_kept(wanted: Wanted) -> None:
             if str(folder) not in error.message:
                 raise
             fix = f"free some space (`specexport list` shows what is kept), or set {ROOT_VARIABLE} to another disk."
-            raise UserInputError(error.message, fix) from error
+            message = re.sub(rf"{re.escape(str(folder))}[^\s,:]*", str(folder.parent.parent), error.message)
+            raise UserInputError(message, fix) from error
         finally:
             if read_kept(folder) is None:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -74,16 +74,12 @@ class Kept:
     wanted: Wanted
     files: Files
     version: str  # of specexport
+    last_used: float  # seconds since the epoch
 
     @property
     def bundle(self) -> Path:
         """The bundle's folder."""
         return self.folder / self.wanted.name
-
-    @property
-    def last_used(self) -> float:
-        """Seconds since the epoch."""
-        return (self.folder / _RECORD).stat().st_mtime
 
     def note_use(self) -> None:
         """It is used now; a read-only cache still serves."""
@@ -111,8 +107,9 @@ def read_kept(folder: Path) -> Kept | None:
     """What is kept in ``bundles/<id>``; None if nothing is, or it is damaged."""
     data: Any = read_json(folder / _RECORD)
     try:
-        return Kept(folder, Wanted(**data["wanted"]), data["files"], data["version"])
-    except (TypeError, KeyError):
+        used = (folder / _RECORD).stat().st_mtime
+        return Kept(folder, Wanted(**data["wanted"]), data["files"], data["version"], used)
+    except (TypeError, KeyError, OSError):
         return None
 
 
@@ -154,23 +151,29 @@ def look_at(kept: Kept) -> Look:
     if not whole:
         return Look("its bundle cannot be used", gone)
     if changed:
-        return Look(f"{changed[0]} has changed", gone)
+        return Look(f"{short(changed[0])} has changed", gone)
     return Look("it was built by another release" if kept.version != version("specexport") and not gone else None, gone)
 
 
 def states_of(place: str) -> dict[str, list[int]]:
     """The state of each file of a checkpoint; fetches it for a hub id. CheckpointError if it cannot be used."""
-    return {str(path): list(file_state(path)) for path in _resolve(place)}
-
-
-def _resolve(place: str) -> tuple[Path, ...]:
-    path = Path(place)
+    path, shown = Path(place), short(place)
+    fix = "give a Hugging Face folder, a .gguf file or a hub id."
+    if path.is_absolute() and not os.path.lexists(path):
+        raise CheckpointError(f"checkpoint {shown}: there is no such folder or file.", fix)
     if path.is_dir() and not os.path.lexists(path / "config.json") and not any(path.glob("*.gguf")):
+        if os.path.lexists(path / MANIFEST_NAME):
+            raise CheckpointError(f"{shown} is a bundle, and a draft is a checkpoint.", fix)
         raise CheckpointError(
-            f"{place} is not a bundle (it has no {MANIFEST_NAME}), nor a checkpoint (no config.json).",
-            "give a bundle, a Hugging Face folder, a .gguf file or a hub id.",
+            f"{shown} is not a bundle (it has no {MANIFEST_NAME}), nor a checkpoint (no config.json).", fix
         )
-    return resolve_source(place).files
+    return {os.path.abspath(path): list(file_state(path)) for path in resolve_source(shown).files}
+
+
+def short(place: str) -> str:
+    """A path as it would be typed: relative to the working folder, if it lies there."""
+    inside = os.path.isabs(place) and Path(place).is_relative_to(Path.cwd())
+    return os.path.relpath(place) if inside else place
 
 
 def bundles_folder() -> Path:
@@ -216,15 +219,12 @@ def alone(folder: Path, wait: Callable[[], object] | None = None) -> Iterator[bo
 
 
 def remove_kept(kept: Kept) -> None:
-    """Remove a bundle; engines that run it go on. UserInputError if it is being built, or cannot be removed."""
-    try:
-        with alone(kept.folder) as is_mine, held(kept.bundle, alone=True):
-            if is_mine is False:
-                raise UserInputError(f"{kept.wanted.name} is being built just now.", "wait for that, or stop it.")
-            (kept.folder / _RECORD).unlink(missing_ok=True)  # what is left is nothing from here on
-            shutil.rmtree(kept.folder)
-    except OSError as error:
-        raise UserInputError(f"{kept.folder} cannot be removed ({error.strerror}).", "remove it yourself.") from error
+    """Remove a bundle, or raise OSError; engines that run it go on. UserInputError if it is being built."""
+    with alone(kept.folder) as is_mine, held(kept.bundle, alone=True):
+        if is_mine is False:
+            raise UserInputError(f"{kept.wanted.name} is being built just now.", "wait for that, or stop it.")
+        (kept.folder / _RECORD).unlink(missing_ok=True)  # what is left is nothing from here on
+        shutil.rmtree(kept.folder)
 
 
 def sweep() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from specexport.backends.base import AUTO_MODEL_LEN
-from specexport.run.bundles import Kept, Wanted, find_kept, given_place, look_at, states_of
+from specexport.run.bundles import Kept, Wanted, find_kept, given_place, look_at, short, states_of
 from specexport_runtime.bundle.entry import MAX_MODEL_LEN
 from specexport_runtime.bundle.manifest import MANIFEST_NAME
 from specexport_runtime.cli.any_text import typed
@@ -70,7 +70,7 @@ def find_bundle(given: Path, *, draft: str | None, quantize: str | None, max_mod
             raise
         kept = _build(wanted)
     elif look.gone:
-        click.echo(f"{' and '.join(look.gone)}: gone, and this runs what was built from it", err=True)
+        click.echo(f"{' and '.join(map(short, look.gone))}: gone, and this runs what was built from it", err=True)
     kept.note_use()
     return kept.bundle
 

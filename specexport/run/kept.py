@@ -113,10 +113,15 @@ def remove(names: tuple[str, ...], everything: bool, unused_for: float | None) -
             )
     before = time.time() - (unused_for or 0) * _DAY_S
     chosen = {name: bundles[name] for name in names or bundles if names or bundles[name].last_used <= before}
-    for name, kept in chosen.items():
-        size = tree_size(kept.folder)
-        remove_kept(kept)
-        click.echo(f"removed {name} ({_show(size)})")
-    for name, size in _others().items() if everything else ():
-        shutil.rmtree(root / name)
-        click.echo(f"removed {OTHERS[name]} ({_show(size)})")
+    try:
+        for name, kept in chosen.items():
+            size = tree_size(kept.folder)
+            remove_kept(kept)
+            click.echo(f"removed {name} ({_show(size)})")
+        for name, size in _others().items() if everything else ():
+            shutil.rmtree(root / name)
+            click.echo(f"removed {OTHERS[name]} ({_show(size)})")
+    except OSError as error:
+        raise UserInputError(
+            f"{root} cannot be cleared ({error.strerror}).", "remove what you want yourself."
+        ) from error

@@ -139,6 +139,9 @@ def test_options_are_checked_before_anything_is_built(run, refuse_cli, builds, t
     assert "temperature" in refuse_cli("run", target, "text", "--temperature", -1)
     assert "no prompt" not in refuse_cli("run", target, "text", "--threads", 0)
     assert builds.count == 0
+    result = run("--system", "Be brief.")
+    assert result.exit_code == 2
+    assert "plain text has no place for it" in result.stderr, "which only the built model can say"
 
 
 def test_drafts_options_and_long_contexts_have_bundles_of_their_own(run, builds, tiny_pair) -> None:
@@ -211,8 +214,9 @@ def test_what_is_damaged_in_the_cache_is_built_again(run, builds) -> None:
     assert builds.count == 3
 
 
-def test_a_wrong_draft_leaves_nothing(run, builds, refuse_cli, target, cache) -> None:
+def test_a_wrong_draft_leaves_nothing(run, builds, refuse_cli, target, cache, tiny_bundle) -> None:
     assert "there is no such folder" in refuse_cli("run", target, "text", "--draft", "/no/draft")
+    assert "is a bundle, and a draft is" in refuse_cli("run", target, "text", "--draft", tiny_bundle)
     builds.error = VocabularyMismatchError("no such vocabulary.", "give another.")
     assert run("--draft", target).exit_code == 2
     assert is_clear(cache)
@@ -223,7 +227,7 @@ def test_a_full_disk_leaves_nothing_and_names_the_cache(run, builds, cache) -> N
     result = run()
     assert result.exit_code == 2
     line = result.stderr.splitlines()[-1]
-    assert line.startswith(f"error: the disk of {cache}")
+    assert line.startswith(f"error: the disk of {cache} is full: ")
     assert "SPECEXPORT_CACHE_DIR" in line
     assert is_clear(cache)
 
@@ -241,6 +245,7 @@ def test_a_folder_that_is_nothing_of_ours(refuse_cli, tmp_path, cache, monkeypat
     assert "not a bundle" in refuse_cli("run", "org/model", "text"), "not the hub's model of that name"
     (tmp_path / "org" / "model" / "a.gguf").touch()
     assert "a.gguf" in refuse_cli("run", "org/model", "text")
+    assert "error: checkpoint nothing.gguf: there is" in refuse_cli("run", "nothing.gguf", "text"), "as it was typed"
     assert given_place("org/model") == str(tmp_path / "org" / "model")
     assert given_place("org/other") == "org/other"
     assert given_place("other.gguf") == str(tmp_path / "other.gguf")
