@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from specexport.atomic import tree_size
 from specexport.checkpoint import source
+from specexport.cli import main
 from specexport.compile import model, pipeline
 from specexport.progress import ProgressEvent
 from specexport.run import child, estimate
@@ -24,7 +26,7 @@ from specexport.run.bundles import all_kept, given_place
 from specexport.run.kept import OTHERS
 from specexport_runtime import SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
-from specexport_runtime.errors import SpecexportError, VocabularyMismatchError
+from specexport_runtime.errors import InvalidRequestError, SpecexportError, VocabularyMismatchError
 from tests.support.cases.refusals import RunCli, line_of
 from tests.support.fakes.child_work import fail, kill_itself
 from tests.support.fakes.kept_builds import CopiedBuild
@@ -95,6 +97,11 @@ def test_from_a_file_to_a_text(cache: Path, tmp_path: Path) -> None:
     assert not (cache / "engines").exists(), "each weight lies on the disk once"
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def change(path: Path) -> None:
     """Write a file anew with the same size."""
     path.write_bytes(path.read_bytes()[:-1] + b"\n")
@@ -121,12 +128,14 @@ def test_the_first_call_builds_and_the_second_finds_it(run, run_cli, builds, cac
 
 
 def test_a_prompt_comes_from_standard_input_too(run_cli, builds, target) -> None:
-    from click.testing import CliRunner
-
-    from specexport.cli import main
-
     args = ["run", str(target), "--max-tokens", "4"]
     assert CliRunner().invoke(main, args, input="def f(").stdout == run_cli(*args, "def f(").stdout
+
+
+def test_without_a_prompt_a_terminal_has_a_conversation(builds, target, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    with pytest.raises(InvalidRequestError, match="model has no chat template"):
+        main.main(["run", str(target)], standalone_mode=False)
 
 
 def test_a_bundle_runs_as_it_is(run_cli, refuse_cli, builds, tiny_bundle) -> None:
@@ -452,10 +461,6 @@ def test_an_estimate_falls_and_never_says_nothing_is_left(monkeypatch: pytest.Mo
 
 
 def test_a_terminal_has_one_line_that_goes_away() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     stream = Terminal()
     with estimate.show_estimate(stream, "a-model-" + "x" * 200, {"target": 10**9}) as progress:
         progress(ProgressEvent("trace", "target", 1, 9, "a message"))
