@@ -179,7 +179,7 @@ def _short(path: Path) -> Path:
 @click.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Bundle folder.  [default: engines/demo]")
 @click.option("--prompt", default=STREAM_PROMPT, help="Prompt of the live stream.")
-@click.option("--lookahead", "--num-speculative-tokens", type=int, default=4, show_default=True, help="K.")
+@click.option("--num-speculative-tokens", "--lookahead", "lookahead", type=int, default=4, show_default=True, help="K.")
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Tokens to generate for each prompt.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Timed repeats.")
 @engine_flag("num_threads")

@@ -4,9 +4,12 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import click
+
+from specexport.atomic import write_json, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -90,6 +93,34 @@ def print_report(table: "Table | None", lines: Iterable[str], *, before: str = "
         console.print(table)
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
+
+
+PRINTED = Path("-")
+"""The file of a ``--json`` without one: standard output."""
+
+
+def json_option(text: str) -> Callable[[Any], Any]:
+    """``--json`` of a command whose JSON may also go to a file, beside the report; its path, or ``PRINTED``."""
+    kind = click.Path(path_type=Path, dir_okay=False)
+    return click.option(
+        "--json", "json_file", type=kind, is_flag=False, flag_value=str(PRINTED), metavar="[FILE]", help=text
+    )
+
+
+def save_text(path: Path, text: str) -> None:
+    """Print a text, or write it to a file in one step; UserInputError if that cannot be written."""
+    if path == PRINTED:
+        click.echo(text, nl=False)
+    else:
+        write_text(path, text)
+
+
+def save_json(path: Path, record: Any) -> None:
+    """Print a JSON object, or write it as ``write_json`` does."""
+    if path == PRINTED:
+        print_json(record)
+    else:
+        write_json(path, record)
 
 
 def print_json(record: Any) -> None:

@@ -242,7 +242,7 @@ def test_trees_for_a_target_with_states_are_refused_in_a_line(bundle: Path) -> N
 
     for args, words in (
         (["generate", "x", "--tree-size", "8"], "this target cannot verify trees"),
-        (["bench", "--tree-sizes", "0,8"], "the target of the bundle cannot verify them"),
+        (["bench", "--tree-size", "0,8"], "the target of the bundle cannot verify them"),
     ):
         result = CliRunner().invoke(main, [args[0], str(bundle), *args[1:]])
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)

@@ -145,7 +145,7 @@ class EngineOptions:
         "That is ``auto``, the default of requests that do not say: it begins with what was learned on this machine, "
         "else with what the sizes of the models promise. False offers no ``auto``: requests that do not say draft with "
         "the draft model, if there is one, and a fixed K.",
-        use=Use.SERVER,
+        use=Use.ANY,
     )
     enable_prefix_caching: bool = _option(
         True,

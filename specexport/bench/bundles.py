@@ -117,7 +117,7 @@ def check_room(named: Mapping[str, Subject], options: BenchOptions) -> None:
             )
         if any(options.tree_sizes or ()) and not subject.takes_trees:
             raise InvalidRequestError(
-                f"--tree-sizes asks for trees, and the target of {name} cannot verify them.",
+                f"--tree-size asks for trees, and the target of {name} cannot verify them.",
                 "leave it out: drafts are chains then; trees need backend ort-cpu, and a target without recurrences.",
             )
         if longest and longest + tokens > (room := subject.details["max_model_len"]):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from specexport.report import PRINTED, json_option
+from specexport_runtime.cli.grouped import RARE, GroupedCommand, under
 from specexport_runtime.cli.options import engine_flag, take_engine_options
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 
@@ -57,77 +59,108 @@ _LOOKAHEADS = list_of(_lookahead, "whole numbers or `auto`")
 _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"), list_of(float, "numbers")
 
 
-@click.command()
+@click.command(
+    cls=GroupedCommand,
+    first="files num_prompts methods num_speculative_tokens batch_size max_tokens repeats wide json_file quiet",
+    renamed={"--tree-sizes": "--tree-size"},
+)
 @click.argument("bundles", metavar="[BUNDLE]…", type=click.Path(path_type=Path), nargs=-1)
-@click.option(
-    "--prompts",
-    "files",
-    type=_FILE,
-    multiple=True,
-    help="JSONL with `prompt`, and perhaps `id`, `domain`, `reference`. Repeatable.  [default: built in]",
+@under(
+    "Texts",
+    click.option(
+        "--prompts",
+        "files",
+        type=_FILE,
+        multiple=True,
+        help="JSONL with `prompt`, and perhaps `id`, `domain`, `reference`. Repeatable.  [default: built in]",
+    ),
+    click.option("--num-prompts", type=int, help="Most prompts of each domain.  [default: all]"),
+    click.option("--domains", metavar="D,…", callback=_NAMES, help="Domains to measure.  [default: all]"),
+    click.option("--mix", is_flag=True, help="Measure all domains as one, prompts in turns, as a server meets them."),
+    click.option("--contexts", metavar="L,…", callback=_WHOLE, help="Repeat or cut prompts to lengths.  [default: no]"),
+    click.option(
+        "--temperature", metavar="T,…", default="0", show_default=True, callback=_NUMBERS, help="0 is greedy."
+    ),
+    click.option(
+        "--max-tokens",
+        metavar="N or N:M",
+        default="64",
+        show_default=True,
+        callback=_lengths,
+        help="Most new tokens; N:M draws each prompt's number.",
+    ),
+    click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
+    engine_flag("lora"),
 )
-@click.option("--num-prompts", type=int, help="Most prompts of each domain.  [default: all]")
-@click.option("--domains", metavar="D,…", callback=_NAMES, help="Domains to measure.  [default: all]")
-@click.option("--mix", is_flag=True, help="Measure all domains as one, prompts in turns, as a server meets them.")
-@click.option(
-    "--methods",
-    metavar="M,…",
-    callback=_NAMES,
-    help="Of plain, draft-model, head, lookup, suffix, self, chained, auto, vanilla, unpad-kv, unpad-input; plain is "
-    "always measured.  [default: plain, what the bundle can draft with, and auto; not suffix by itself]",
+@under(
+    "Drafting",
+    click.option(
+        "--methods",
+        metavar="M,…",
+        callback=_NAMES,
+        help="Of plain, draft-model, head, lookup, suffix, self, chained, auto, vanilla, unpad-kv, unpad-input; plain "
+        "is always measured.  [default: plain, what the bundle can draft with, and auto; not suffix by itself]",
+    ),
+    click.option(
+        "--num-speculative-tokens",
+        "--lookahead",
+        metavar="K,…",
+        callback=_LOOKAHEADS,
+        help="Draft tokens a round; `auto` chooses in every round.  [default: 4 of a draft model, 7 of lookup, 3 of "
+        "self]",
+    ),
+    click.option(
+        "--tree-size",
+        "tree_sizes",
+        metavar="N,…",
+        callback=_LOOKAHEADS,
+        help="Draft tokens tested in a round, branches included: 0 for chains; `auto` where K is auto.  [default: 0 of "
+        "a fixed K, else auto]",
+    ),
+    click.option(
+        "--search-layers",
+        is_flag=True,
+        help="Find the layers that drafts of the target with itself should leave out, and keep them in the bundle.",
+    ),
 )
-@click.option("--ablation", is_flag=True, help="All four ways to pad or not, with --drafter.")
-@click.option("--drafter", default="lookup", show_default=True, help="Drafter of the padded methods.")
-@click.option(
-    "--num-speculative-tokens",
-    "--lookahead",
-    metavar="K,…",
-    callback=_LOOKAHEADS,
-    help="Draft tokens a round; `auto` chooses in every round.  [default: 4 of a draft model, 7 of lookup, 3 of self]",
+@under(
+    "Runs",
+    click.option(
+        "--batch-size",
+        metavar="B,…",
+        default="1",
+        show_default=True,
+        callback=_WHOLE,
+        help="Sequences decoded at a time.",
+    ),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and of sampling."),
+    click.option(
+        "--repeats", type=int, default=3, show_default=True, help="Runs of each combination; medians are shown."
+    ),
+    click.option("--warmup", type=int, default=1, show_default=True, help="Short runs after an engine is loaded."),
+    click.option("--static", is_flag=True, help="Also run static batches, one group after another, for comparison."),
 )
-@click.option(
-    "--tree-sizes",
-    metavar="N,…",
-    callback=_LOOKAHEADS,
-    help="Draft tokens tested in a round, branches included: 0 for chains; `auto` where K is auto.  [default: 0 of a "
-    "fixed K, else auto]",
-)
-@click.option(
-    "--batch-size", metavar="B,…", default="1", show_default=True, callback=_WHOLE, help="Sequences decoded at a time."
-)
-@click.option("--contexts", metavar="L,…", callback=_WHOLE, help="Repeat or cut prompts to lengths.  [default: no]")
-@click.option("--temperature", metavar="T,…", default="0", show_default=True, callback=_NUMBERS, help="0 is greedy.")
-@click.option(
-    "--max-tokens",
-    metavar="N or N:M",
-    default="64",
-    show_default=True,
-    callback=_lengths,
-    help="Most new tokens; N:M draws each prompt's number.",
-)
-@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
-@click.option(
-    "--search-layers",
-    is_flag=True,
-    help="Find the layers that drafts of the target with itself should leave out, and keep them in the bundle.",
-)
-@click.option("--static", is_flag=True, help="Also run static batches, one group after another, for comparison.")
-@engine_flag("unpad_kv", help="Of the methods that a drafter names.")
-@engine_flag("unpad_input", help="Of the methods that a drafter names.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and of sampling.")
-@click.option("--repeats", type=int, default=3, show_default=True, help="Runs of each combination; medians are shown.")
-@click.option("--warmup", type=int, default=1, show_default=True, help="Short runs after an engine is loaded.")
 @engine_flag("num_threads")
 @engine_flag("spin")
 @engine_flag("max_model_len")
 @engine_flag("max_num_batched_tokens", default=512, show_default=True)
-@engine_flag("lora")
-@click.option("--json", "json_file", type=_FILE, help="Write every record there.")
-@click.option("--markdown", "markdown_file", type=_FILE, help="Write the report there too.")
-@click.option("--plots", type=_FOLDER, help="Draw PNG files there; needs matplotlib.")
-@click.option("--plot", type=_FILE, help="Draw speedups by K there (.png, .svg or .pdf); needs matplotlib.")
-@click.option("--from-json", "saved", type=_FILE, help="Report a file of --json again; nothing is run.")
-@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+@under(
+    "Report",
+    click.option("--wide", is_flag=True, help="All columns: spread, decoding alone, padding, latencies, scheduling."),
+    json_option("Print every record as JSON and nothing else; with FILE write them there."),
+    click.option("--markdown", "markdown_file", type=_FILE, help="Write the report there too."),
+    click.option("--plots", type=_FOLDER, help="Draw PNG files there; needs matplotlib."),
+    click.option("--plot", type=_FILE, help="Draw speedups by K there (.png, .svg or .pdf); needs matplotlib."),
+    click.option("--from-json", "saved", type=_FILE, help="Report a file of --json again; nothing is run."),
+    click.option("-q", "--quiet", is_flag=True, help="Show no progress."),
+)
+@under(
+    RARE,
+    click.option("--ablation", is_flag=True, help="All four ways to pad or not, with --drafter."),
+    click.option("--drafter", default="lookup", show_default=True, help="Drafter of the padded methods."),
+    engine_flag("unpad_kv", help="Of the methods that a drafter names."),
+    engine_flag("unpad_input", help="Of the methods that a drafter names."),
+)
 def bench(
     bundles: tuple[Path, ...],
     *,
@@ -136,6 +169,7 @@ def bench(
     plots: Path | None,
     plot: Path | None,
     saved: Path | None,
+    wide: bool,
     search_layers: bool,
     **asked: Any,
 ) -> None:
@@ -157,7 +191,7 @@ def bench(
         raise InvalidRequestError(f"{wrong} given.", "give one of the two.")
     check_plot(plot)
     for path in (json_file, markdown_file):
-        if path is not None:
+        if path not in (None, PRINTED):
             check_writable(path)
     if search_layers:
         _search_layers(bundles, json_file, **asked)
@@ -165,14 +199,15 @@ def bench(
     if plots is not None:
         check_plots(plots)
     result = read_json(saved) if saved is not None else _run(bundles, **asked)
-    click.echo(format_report(result))
+    if json_file != PRINTED:
+        click.echo(format_report(result, wide=wide))
     if json_file is not None:
         found = find_fastest(summarize(result))
         pick = pick_draft(found)
         more = {"fastest": [each.to_json() for each in found], "pick": None if pick is None else pick._asdict()}
         write_json(json_file, result, more)
     if markdown_file is not None:
-        write_markdown(markdown_file, result)
+        write_markdown(markdown_file, result, wide=wide)
     if plots is not None:
         for line in write_plots(plots, result).skipped:
             click.echo(line, err=True)
@@ -223,11 +258,11 @@ def _search_layers(
     quiet: bool,
     **asked: Any,
 ) -> None:
-    from specexport.atomic import write_json
     from specexport.bench.options import BenchOptions
     from specexport.bench.prompts import mix_domains, read_prompts
     from specexport.bench.search_layers import check_options, describe_search, search_layers
     from specexport.progress import show_progress
+    from specexport.report import save_json
 
     context = click.get_current_context()
     given = ParameterSource.COMMANDLINE
@@ -240,9 +275,10 @@ def _search_layers(
     prompts = mix_domains(read_prompts(files, num_prompts=num_prompts, domains=domains))
     with show_progress(sys.stderr, quiet=quiet) as progress:
         result = search_layers(bundles[0], take_engine_options(asked), prompts, options, progress)
-    click.echo(describe_search(result))
+    if json_file != PRINTED:
+        click.echo(describe_search(result))
     if json_file is not None:
-        write_json(json_file, {"command": ["specexport", *sys.argv[1:]], **result.to_json()})
+        save_json(json_file, {"command": ["specexport", *sys.argv[1:]], **result.to_json()})
 
 
 def _options(

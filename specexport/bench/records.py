@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specexport.atomic import write_text
 from specexport.bench.methods import Cell
+from specexport.report import save_text
 from specexport_runtime.errors import InvalidRequestError
 
 SCHEMA = "specexport.bench/1"
@@ -103,9 +103,9 @@ def _split(fields: Mapping[str, Any]) -> tuple[Cell, dict[str, Any]]:
 
 
 def write_json(path: Path, result: BenchResult, more: Mapping[str, Any] | None = None) -> None:
-    """Write the records, and what follows from them, in one step; UserInputError if the file cannot be written."""
+    """Write the records, and what follows from them, as ``save_text`` does."""
     parts = [f"{_dump(name)}: {_dump_lines(value)}" for name, value in {**result.to_json(), **(more or {})}.items()]
-    write_text(path, "{\n" + ",\n".join(parts) + "\n}\n")
+    save_text(path, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def _dump(value: object) -> str:

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from specexport.atomic import write_text
@@ -14,16 +15,17 @@ from specexport.report import Column, markdown_table
 SHOWN_DIFFERENCES = 5
 
 
-def format_report(result: BenchResult) -> str:
-    """The whole report."""
+def format_report(result: BenchResult, *, wide: bool = False) -> str:
+    """The whole report, which ends in words; ``wide``: with all columns."""
     rows = summarize(result)
-    parts = [_heading(result), format_table(rows), *format_fastest(find_fastest(rows)), describe_texts(result)]
-    return "\n\n".join([*parts, *describe_idle_rows(result)])
+    table = format_table(rows, wide=wide)
+    parts = [_heading(result), table, *format_fastest(find_fastest(rows)), describe_texts(result)]
+    return "\n\n".join([*parts, *describe_idle_rows(result), *describe_speedups(rows)])
 
 
-def write_markdown(path: Path, result: BenchResult) -> None:
+def write_markdown(path: Path, result: BenchResult, *, wide: bool = False) -> None:
     """Write :func:`format_report` in one step; UserInputError if the file cannot be written."""
-    write_text(path, format_report(result) + "\n", errors="backslashreplace")
+    write_text(path, format_report(result, wide=wide) + "\n", errors="backslashreplace")
 
 
 def _heading(result: BenchResult) -> str:
@@ -56,27 +58,30 @@ def _describe_draft(name: str, models: Mapping[str, Any]) -> str:
     return f"- {name}: {draft['source']}, {form}, {draft['engine_bytes'] / 1e6:.1f} MB"
 
 
-def format_table(rows: Sequence[Summary]) -> str:
-    """The rows as a Markdown table; columns that say nothing are left out."""
+def format_table(rows: Sequence[Summary], *, wide: bool = False) -> str:
+    """The rows as a Markdown table; columns that say nothing are left out, and unless ``wide`` what few ask for."""
+    several = wide and any(row.latency_p50 != row.latency_p99 for row in rows)  # prompts
     columns: list[Column[Any]] = [
         *_place_columns(rows),
         Column("K", lambda row: str(row.cell.requested or "-")),
         Column("tokens/s", lambda row: row.tokens_per_second, ".1f"),
-        Column("spread", lambda row: row.spread, ".0%", shown=_any(rows, "spread")),
-        Column("decode tokens/s", lambda row: row.decode_tokens_per_second, ".1f"),
+        Column("spread", lambda row: row.spread, ".0%", shown=wide and _any(rows, "spread")),
+        Column("decode tokens/s", lambda row: row.decode_tokens_per_second, ".1f", shown=wide),
         Column("speedup", lambda row: row.speedup, ".2f", "×"),
         Column("over vanilla", lambda row: row.over_vanilla, ".2f", "×", shown=_any(rows, "over_vanilla")),
         Column("over static", lambda row: row.over_static, ".2f", "×", shown=_any(rows, "over_static")),
         Column("acceptance", lambda row: row.acceptance_rate, ".3f"),
-        Column("of branches", lambda row: row.branch_rate, ".3f", shown=_any(rows, "branch_rate")),
+        Column("of branches", lambda row: row.branch_rate, ".3f", shown=wide and _any(rows, "branch_rate")),
         Column("accepted length", lambda row: row.mean_accepted_length, ".2f"),
-        Column("padding ratio", lambda row: row.padding_ratio, ".1%"),
-        Column("input padding", lambda row: row.input_padding, ".1%", shown=any(row.input_padding for row in rows)),
-        Column("ms a token, P50", lambda row: row.latency_p50, ".1f", shown=any(row.latency for row in rows)),
-        Column("P99", lambda row: row.latency_p99, ".1f", shown=any(row.latency for row in rows)),
-        Column("moved a round", lambda row: row.moved, ".2f", shown=any(row.moved for row in rows)),
-        Column("moving", lambda row: row.moving, ".2%", shown=any(row.moved for row in rows)),
-        Column("schedule + pack", lambda row: row.overhead, ".1%"),
+        Column("padding ratio", lambda row: row.padding_ratio, ".1%", shown=wide),
+        Column(
+            "input padding", lambda row: row.input_padding, ".1%", shown=wide and any(row.input_padding for row in rows)
+        ),
+        Column("ms a token, P50", lambda row: row.latency_p50, ".1f", shown=several),
+        Column("P99", lambda row: row.latency_p99, ".1f", shown=several),
+        Column("moved a round", lambda row: row.moved, ".2f", shown=wide and any(row.moved for row in rows)),
+        Column("moving", lambda row: row.moving, ".2%", shown=wide and any(row.moved for row in rows)),
+        Column("schedule + pack", lambda row: row.overhead, ".1%", shown=wide),
     ]
     return markdown_table(columns, rows)
 
@@ -91,7 +96,7 @@ def _place_columns(rows: Sequence[Summary] | Sequence[Fastest]) -> list[Column[A
     return [
         Column("method", lambda row: row.cell.label, left=True),
         Column("domain", lambda row: row.cell.domain, shown=len({cell.domain for cell in cells}) > 1),
-        Column("batch", lambda row: row.cell.batch_size),
+        Column("batch", lambda row: row.cell.batch_size, shown=any(cell.batch_size > 1 for cell in cells)),
         Column("context", lambda row: str(row.cell.context), shown=any(cell.context for cell in cells)),
         Column("temperature", lambda row: row.cell.temperature, "g", shown=any(cell.temperature for cell in cells)),
         Column("batching", lambda row: row.cell.batching, shown=any(cell.batching == "static" for cell in cells)),
@@ -116,6 +121,39 @@ def format_fastest(found: Sequence[Fastest]) -> list[str]:
     pick = pick_draft(found)
     table = markdown_table(columns, found)
     return [f"Decode tokens/s by draft tokens a round (K):\n\n{table}", *([pick.describe()] if pick else [])]
+
+
+def describe_speedups(rows: Sequence[Summary]) -> list[str]:
+    """What it comes to: how fast ``auto``, or else the best method, is in each place, and what is fastest there."""
+    found: dict[str, dict[str, float]] = {}  # speedups by place, by method
+    for row in rows:
+        if row.speedup is not None:
+            found.setdefault(_place(row, rows), {})[_way(row)] = row.speedup
+    drafting = [_way(row) for row in rows if row.cell.drafter != "none" and row.speedup is not None]
+    if not drafting:
+        return []
+    auto = [way for way in drafting if way == "auto"]
+    shown = auto[0] if auto else max(drafting, key=lambda way: geometric_mean(s.get(way, 1.0) for s in found.values()))
+    speeds = [(place, s[shown]) for place, s in found.items() if shown in s]
+    words = [f"{speed:.2f}×{' as fast as plain decoding' * (not i)}{at}" for i, (at, speed) in enumerate(speeds)]
+    best = {place: max(s, key=s.__getitem__) for place, s in found.items()}
+    fastest = [f"{way}{place} ({found[place][way]:.2f}×)" for place, way in best.items()]
+    line = f"{shown} is {', '.join(words)}."
+    return [line] if set(best.values()) == {shown} else [f"{line} Fastest: {', '.join(fastest)}."]
+
+
+def _way(row: Summary) -> str:
+    """A method, and its number of draft tokens if that was fixed."""
+    k = None if row.cell.drafter == row.cell.requested else row.cell.requested  # auto chooses K as it chooses drafters
+    return row.cell.label if k is None else f"{row.cell.label}, K={k}"
+
+
+def _place(row: Summary, rows: Sequence[Summary]) -> str:
+    """Words for what differs between the places of a benchmark, in front of which a speedup stands."""
+    words = (("domain", " on {}"), ("batch_size", " in a batch of {}"), ("context", " with prompts of {} tokens"),
+             ("temperature", " at temperature {:g}"), ("batching", ", {}"))  # fmt: skip
+    differ = [(name, form) for name, form in words if len({getattr(each.cell, name) for each in rows}) > 1]
+    return "".join(form.format(getattr(row.cell, name)) for name, form in differ)
 
 
 def describe_texts(result: BenchResult) -> str:

@@ -10,6 +10,7 @@ import click
 from specexport.backends.registry import DEFAULT_BACKEND
 from specexport_runtime.bundle.quant_kinds import KEPT, rounding_kinds
 from specexport_runtime.cli.gone import gone
+from specexport_runtime.cli.grouped import RARE, GroupedCommand, under
 
 if TYPE_CHECKING:
     from specexport.compile.built import EngineCheck
@@ -31,72 +32,96 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
     return read
 
 
-@click.command()
-@click.argument("target", required=False)
-@click.option("--draft", help="Draft checkpoint. Without one texts copy from themselves and from earlier ones.")
-@click.option(
-    "--head", metavar="PATH|mtp", help="Draft head of the target, or the MTP module in its checkpoint, for a draft."
+@click.command(
+    cls=GroupedCommand,
+    first="draft head output recipe_file name quantize max_model_len lookahead force as_json quiet",
 )
+@click.argument("target", required=False)
 @click.option("-o", "--output", "output", help="Folder of the bundle.")
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML recipe; flags go before it.")
-@click.option("--name", help="Name of the bundle [default: the output folder's name].")
-@click.option("--backend", help=f"What runs the engines [default: {DEFAULT_BACKEND}].")
-@click.option("--dtype", help="Dtype of float weights, on GPUs of all else too [default: auto].")
-@click.option("--quantize", metavar=_KINDS, help="Weights of the target [default: as its file has them].")
-@click.option("--draft-quantize", metavar=f"auto|{_KINDS}", help="The same for the draft [default: auto].")
-@click.option("--draft-layers", type=int, metavar="N", help="Keep N of the draft's layers: those that change most.")
-@click.option(
-    "--draft-vocab-size",
-    metavar="auto|all|N",
-    callback=_number_or("auto", "all"),
-    help="Keep the N likeliest tokens of the draft's LM head. auto tries what is fastest, on texts of the target "
-    "[default: auto].",
-)
-@click.option("--draft-vocab-texts", metavar="PATH", help="File or folder of texts to try, measure and count them on.")
-@click.option("--quantize-lm-head/--no-quantize-lm-head", default=None, help="Quantize the LM head too [default: yes].")
-@click.option("--kv-cache-dtype", metavar="auto|int8", help="KV caches, on ort-cpu [default: auto].")
-@click.option("--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster [default: yes].")
-@click.option(
-    "--lora",
-    multiple=True,
-    metavar="NAME=FOLDER",
-    help="LoRA adapter of the target, merged; requests choose of several.",
-)
-@click.option("--lora-mode", metavar="merge|choose", help="What becomes of adapters [default: merge one].")
-@click.option("--self-draft", is_flag=True, default=None, help="Let the target draft with some of its own layers.")
-@click.option(
-    "--sm", multiple=True, metavar="NN", help="TensorRT: GPU architecture to build for, or any; repeat for more."
-)
-@click.option("--lowering", metavar="plugin", help="tensorrt: attention by our kernels [default: TensorRT's own].")
-@click.option("--max-num-seqs", type=int, help="Most sequences at a time [default: 8].")
-@click.option("--max-num-tokens", type=int, help="Most tokens of one step [default: 512].")
-@click.option("--gpu-memory-gb", type=float, help="TensorRT: refuse what a GPU of this memory cannot hold.")
-@click.option(
-    "--lookahead",
-    "--num-speculative-tokens",
-    "lookahead",
-    type=int,
-    help="Most draft tokens a round (K) [default: 8; tensorrt-rtx 4].",
-)
-@click.option(
-    "--max-model-len",
-    metavar="N|auto",
-    callback=_number_or("auto"),
-    help="Most tokens of one sequence [default: auto].",
-)
-@click.option("--revision", help="Hub revision of the target.")
-@click.option("--draft-revision", help="Hub revision of the draft.")
-@click.option("--head-revision", help="Hub revision of the head.")
-@click.option("--trust-remote-code", is_flag=True, default=None, help="Run the hub's Python code while loading.")
-@click.option("--no-check", is_flag=True, help="Do not compare the engines with eager transformers.")
-@gone("--prepack/--no-prepack", "engine files hold packed weights")
-@click.option("--no-cache", is_flag=True, help="Neither use nor fill the cache of built engines.")
+@click.option("--name", help="Name of the bundle.  [default: the output folder's name]")
 @click.option("--force", is_flag=True, help="Replace a bundle that stands in the output folder.")
-@click.option(
-    "--dump-passes", type=click.Path(path_type=Path, file_okay=False), help="Write the graph after each pass there."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+@under(
+    "Weights",
+    click.option("--dtype", help="Dtype of float weights, on GPUs of all else too.  [default: auto]"),
+    click.option("--quantize", metavar=_KINDS, help="Weights of the target.  [default: as its file has them]"),
+    click.option(
+        "--quantize-lm-head/--no-quantize-lm-head", default=None, help="Quantize the LM head too.  [default: yes]"
+    ),
+    click.option(
+        "--lora",
+        multiple=True,
+        metavar="NAME=FOLDER",
+        help="LoRA adapter of the target, merged; requests choose of several. Repeatable.",
+    ),
+    click.option("--lora-mode", metavar="merge|choose", help="What becomes of adapters.  [default: merge one]"),
+)
+@under(
+    "Drafting",
+    click.option("--draft", help="Draft checkpoint. Without one texts copy from themselves and from earlier ones."),
+    click.option(
+        "--head", metavar="PATH|mtp", help="Draft head of the target, or the MTP module in its checkpoint, for a draft."
+    ),
+    click.option(
+        "--num-speculative-tokens",
+        "--lookahead",
+        "lookahead",
+        type=int,
+        help="Most draft tokens a round (K).  [default: 8; tensorrt-rtx 4]",
+    ),
+    click.option("--draft-quantize", metavar=f"auto|{_KINDS}", help="Weights of the draft.  [default: auto]"),
+    click.option("--draft-layers", type=int, metavar="N", help="Keep N of the draft's layers: those that change most."),
+    click.option(
+        "--draft-vocab-size",
+        metavar="auto|all|N",
+        callback=_number_or("auto", "all"),
+        help="Keep the N likeliest tokens of the draft's LM head. auto tries what is fastest, on texts of the target.  "
+        "[default: auto]",
+    ),
+    click.option(
+        "--draft-vocab-texts", metavar="PATH", help="File or folder of texts to try, measure and count them on."
+    ),
+    click.option("--self-draft", is_flag=True, default=None, help="Let the target draft with some of its own layers."),
+)
+@under(
+    "Machine",
+    click.option("--backend", help=f"What runs the engines.  [default: {DEFAULT_BACKEND}]"),
+    click.option(
+        "--max-model-len",
+        metavar="N|auto",
+        callback=_number_or("auto"),
+        help="Most tokens of one sequence.  [default: auto]",
+    ),
+    click.option("--max-num-seqs", type=int, help="Most sequences at a time.  [default: 8]"),
+    click.option("--max-num-tokens", type=int, help="Most tokens of one step.  [default: 512]"),
+    click.option("--kv-cache-dtype", metavar="auto|int8", help="KV caches, on ort-cpu.  [default: auto]"),
+    click.option(
+        "--sm", multiple=True, metavar="NN", help="TensorRT: GPU architecture to build for, or any. Repeatable."
+    ),
+    click.option("--lowering", metavar="plugin", help="tensorrt: attention by our kernels.  [default: TensorRT's own]"),
+    click.option("--gpu-memory-gb", type=float, help="TensorRT: refuse what a GPU of this memory cannot hold."),
+)
+@under(
+    "Sources",
+    click.option("--revision", help="Hub revision of the target."),
+    click.option("--draft-revision", help="Hub revision of the draft."),
+    click.option("--head-revision", help="Hub revision of the head."),
+    click.option("--trust-remote-code", is_flag=True, default=None, help="Run the hub's Python code while loading."),
+)
+@under(
+    RARE,
+    click.option("--no-check", is_flag=True, help="Do not compare the engines with eager transformers."),
+    click.option("--no-cache", is_flag=True, help="Neither use nor fill the cache of built engines."),
+    click.option(
+        "--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster.  [default: yes]"
+    ),
+    click.option(
+        "--dump-passes", type=click.Path(path_type=Path, file_okay=False), help="Write the graph after each pass there."
+    ),
+)
+@gone("--prepack/--no-prepack", "engine files hold packed weights")
 def build(
     *,
     recipe_file: Path | None,

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specexport_runtime.cli.grouped import GroupedCommand
 from specexport_runtime.cli.options import (
     check_of_use,
     drafting_options,
     engine_flag,
+    reference_option,
     sampling_options,
     sampling_params,
     take_drafting,
@@ -23,18 +25,22 @@ if TYPE_CHECKING:
 WARMUP_TOKENS = 8
 
 
-@click.command()
+@click.command(
+    cls=GroupedCommand,
+    first="chat max_tokens temperature seed drafter num_speculative_tokens as_json show_all prompt_file",
+)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 text file.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the bundle's chat template as a user message.")
-@drafting_options
-@click.option("--reference", type=click.Path(path_type=Path), help="UTF-8 text file that lookup may copy from.")
 @sampling_options
+@drafting_options
+@reference_option
 @engine_flag("match_length")
 @engine_flag("max_model_len")
 @engine_flag("num_threads")
 @engine_flag("spin")
+@click.option("--all", "show_all", is_flag=True, help="Also what was turned down, and acceptance by position.")
 @click.option("--color/--no-color", "colour", default=None, help="Colour draft tokens.  [default: on a terminal]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def explain(
@@ -44,6 +50,7 @@ def explain(
     prompt_file: Path | None,
     chat: bool,
     reference: Path | None,
+    show_all: bool,
     colour: bool | None,
     as_json: bool,
     **options: Any,

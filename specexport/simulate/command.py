@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from specexport.bench.command import list_of
+from specexport.report import PRINTED, json_option, save_json
 
 _FROM_0 = click.IntRange(min=0)
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -30,29 +31,30 @@ _Row = dict[str, Any]  # of the JSON file: one accuracy at one batch size
 @click.option("--prompt-tokens", type=_FROM_0, default=0, show_default=True, help="Tokens in a cache at the start.")
 @click.option("--generations", type=int, default=100, show_default=True, help="Simulated generations of each row.")
 @click.option("--seed", type=_FROM_0, default=0, show_default=True, help="Seed of the simulation.")
-@click.option("--json", "json_file", type=_FILE, help="Write parameters and rows there, unrounded.")
+@json_option("Print parameters and rows, unrounded, as JSON and nothing else; with FILE write them there.")
 @click.option("--plot", type=_FILE, help="Draw the rows there (.png, .svg or .pdf); needs matplotlib.")
 def simulate(*, json_file: Path | None, plot: Path | None, **study: Any) -> None:
     """Expected padding and speedup of batched speculative decoding, exact and simulated.
 
     Every draft token is right with probability A, independently. Each row is one accuracy at one batch size.
     """
-    from specexport.atomic import check_writable, write_json
+    from specexport.atomic import check_writable
     from specexport.plots import check_plot
     from specexport.simulate.model import check
 
     check_plot(plot)
-    if json_file is not None:
+    if json_file not in (None, PRINTED):
         check_writable(json_file)
     check(study["generations"] >= 1, f"The number of generations is {study['generations']}.")
     pairs = [(accuracy, batch_size) for accuracy in study["accuracies"] for batch_size in study["batch_sizes"]]
     rows = [compute_row(*pair, study, index) for index, pair in enumerate(pairs)]
-    click.echo(format_table(rows, study["max_draft_length"]))
-    most = max(abs(row["deviations"] or 0.0) for row in rows)
-    click.echo(f"\nSimulated and exact ratio differ by at most {most:.1f} standard errors.")
+    if json_file != PRINTED:
+        click.echo(format_table(rows, study["max_draft_length"]))
+        most = max(abs(row["deviations"] or 0.0) for row in rows)
+        click.echo(f"\nSimulated and exact ratio differ by at most {most:.1f} standard errors.")
     if json_file is not None:
         study["cost"] = {name: study.pop(name) for name in ("cost_ratio", "token_cost")}
-        write_json(json_file, {"schema": "specexport.simulate/1", "parameters": study, "rows": rows})
+        save_json(json_file, {"schema": "specexport.simulate/1", "parameters": study, "rows": rows})
     if plot is not None:
         _draw(plot, rows)
 

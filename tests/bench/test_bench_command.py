@@ -67,6 +67,17 @@ def test_ablation_writes_table_json_markdown_and_plots(tmp_path, bundle, prompts
         assert path.read_bytes() == (out["plots"] / path.name).read_bytes()
 
 
+def test_json_alone_is_printed_and_a_flag_of_earlier_releases_still_works(bundle, prompts, monkeypatch):
+    asked = ["bundle", "--prompts", prompts, "--methods", "lookup", "--repeats", 1, "--quiet", "--json"]
+    ended = run(*asked)
+    assert ended.exit_code == 0, ended.output
+    assert json.loads(ended.stdout)["schema"] == "specexport.bench/1"
+    old = run(*asked[:-1], "--tree-sizes=0")
+    assert old.exit_code == 0, old.output
+    assert not old.stderr, "a script is not told"
+    assert "no such option" in line_of(run(*asked[:-1], "--tree-sizess", 0))
+
+
 def measured(prompts, *arguments, exit_code=0):
     file = prompts.with_name("bench.json")
     ended = run("bundle", "--prompts", prompts, *arguments, "--repeats", 1, "--json", file)

@@ -90,19 +90,37 @@ def test_rows_of_one_comparison_are_neighbours():
 
 
 def test_table_shows_what_varies():
-    rows = cells(format_table(summarize(result([run(PLAIN, 0, 20.04), run(LOOKUP, 0, 31)]))))
+    measured = summarize(result([run(PLAIN, 0, 20.04), run(LOOKUP, 0, 31)]))
+    few = {"method": "lookup", "batch": "2", "K": "3", "tokens/s": "31.0", "speedup": "1.55×", "acceptance": "-"}
+    assert cells(format_table(measured))[1] == few | {"accepted length": "-"}
+    rows = cells(format_table(measured, wide=True))
     assert rows[1] == {
         "method": "lookup", "batch": "2", "K": "3", "tokens/s": "31.0", "decode tokens/s": "-", "speedup": "1.55×",
         "acceptance": "-", "accepted length": "-", "padding ratio": "20.0%", "input padding": "25.0%",
         "schedule + pack": "10.0%",
     }  # fmt: skip
-    twice = cells(format_table(summarize(result([run(PLAIN, 0, 20), run(PLAIN, 1, 30)]))))
+    twice = cells(format_table(summarize(result([run(PLAIN, 0, 20), run(PLAIN, 1, 30)])), wide=True))
     assert twice[0]["spread"] == "40%"
+    one, two = ([prompt(PLAIN, 0, name, ms) for name, ms in [("x", 10), ("y", 14)][:n]] for n in (1, 2))
+    columns = [cells(format_table(summarize(result([run(PLAIN, 0, 1)], each)), wide=True))[0] for each in (one, two)]
+    assert ["P99" in row for row in columns] == [False, True], "percentiles of one prompt say nothing"
     more = [PLAIN, LOOKUP, VANILLA, LOOKUP._replace(domain="math", temperature=0.7, batching="static")]
     rows = cells(format_table(summarize(result([run(cell, 0, 20) for cell in more]))))
     assert [row["method"] for row in rows] == ["plain", "lookup", "vanilla (lookup)", "lookup"]
     assert rows[1]["over vanilla"] == "1.00×"
     assert [rows[3][name] for name in ("domain", "temperature", "batching")] == ["math", "0.7", "static"]
+
+
+def test_the_report_ends_in_words():
+    auto = PLAIN._replace(method="auto", drafter="auto", num_speculative_tokens=AUTO, tree_size=AUTO)
+    on_copy = [cell._replace(domain="copy") for cell in (PLAIN, LOOKUP, auto)]
+    speeds = zip([PLAIN, LOOKUP, auto, *on_copy], [10, 12, 13.5, 10, 20, 9.1], strict=True)
+    last = format_report(result([run(cell, 0, rate) for cell, rate in speeds])).splitlines()[-1]
+    said = "auto is 1.35× as fast as plain decoding on code, 0.91× on copy."
+    assert last == f"{said} Fastest: auto on code (1.35×), lookup, K=3 on copy (2.00×)."
+    last = format_report(result([run(PLAIN, 0, 10), run(LOOKUP, 0, 12)])).splitlines()[-1]
+    assert last == "lookup, K=3 is 1.20× as fast as plain decoding."
+    assert "as fast as" not in format_report(result([run(PLAIN, 0, 10)]))
 
 
 def test_report_names_command_machine_and_different_texts():
@@ -257,10 +275,10 @@ def test_figures_of_branches():
     assert row.mean_accepted_length == 3
     assert row.efficiency == 6 / 8
     assert (row.moved, row.moving) == (1.5, 0.03 / 3)
-    text = format_report(result([moved], [given]))
+    text = format_report(result([moved], [given]), wide=True)
     assert "of branches" in text
     assert "moved a round" in text
-    assert "of branches" not in format_report(result([run(LOOKUP, 0, 1)], [prompt(LOOKUP, 0, "x", 10)]))
+    assert "of branches" not in format_report(result([run(LOOKUP, 0, 1)], [prompt(LOOKUP, 0, "x", 10)]), wide=True)
 
 
 def test_records_have_the_size_and_older_files_are_chains(tmp_path):

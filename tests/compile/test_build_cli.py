@@ -35,6 +35,27 @@ def test_every_command_of_the_table_can_be_used(run_cli: RunCli, name: str) -> N
     assert f" {name} " in result.output.splitlines()[0]
 
 
+def test_flags_follow_one_rule_and_help_begins_with_what_people_want_first(run_cli: RunCli) -> None:
+    context = click.Context(cli.main)
+    for name in cli.main.list_commands(context):
+        command = cli.main.get_command(context, name)
+        assert command is not None
+        for option in (param for param in command.params if isinstance(param, click.Option) and not param.hidden):
+            where = f"{name} {option.opts}"
+            assert option.help, where
+            assert option.help[0] != " ", where
+            assert "[default" not in option.help.replace(".  [default: ", ""), where
+            if "--lookahead" in option.opts:
+                assert option.opts == ["--num-speculative-tokens", "--lookahead"], where
+            assert option.opts[0] != "--json" or option.is_flag or option.metavar == "[FILE]", where
+    for name, wanted in (("generate", "--max-tokens"), ("serve", "--port"), ("build", "--draft"), ("bench", "--wide")):
+        first, *others = run_cli(name, "--help").output.partition("Options:\n")[2].split("\n\n")
+        assert f"  {wanted} " in first, name
+        assert 10 <= first.count("\n  -") + 1 <= 12, name
+        assert others[-1].startswith("Rare:\n"), name
+        assert all(section.partition("\n")[0].endswith(":") for section in others), name
+
+
 def test_a_missing_part_hides_its_command_only(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.COMMANDS, "fly", Mount("specexport.no.such.part", "fly", "Fly."))
     result = run_cli("--help")

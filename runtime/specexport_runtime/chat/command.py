@@ -14,11 +14,13 @@ from specexport_runtime.chat.session import ChatOptions, Session
 from specexport_runtime.chat.slips import Slips
 from specexport_runtime.cli.any_text import typed
 from specexport_runtime.cli.errors import format_error
+from specexport_runtime.cli.grouped import GroupedCommand, under
 from specexport_runtime.cli.options import (
     check_of_use,
     drafting_options,
     engine_flags,
     find_bundle,
+    reference_option,
     sampling_options,
     sampling_params,
     take_drafting,
@@ -32,24 +34,32 @@ from specexport_runtime.errors import InvalidRequestError, SpecexportError
 _PATH = click.Path(path_type=Path)
 
 
-@click.command()
+@click.command(
+    cls=GroupedCommand,
+    first="system system_file load_file max_tokens temperature seed drafter num_speculative_tokens stats",
+)
 @click.argument("bundle", type=_PATH)
 @click.option("--system", type=typed, metavar="TEXT", help="System prompt: what the model is told before everything.")
 @click.option("--system-file", type=_PATH, help="Read the system prompt from a UTF-8 text file.")
 @click.option("--load", "load_file", type=_PATH, metavar="FILE", help="Go on from a conversation that /save wrote.")
-@click.option("--chat-template", type=_PATH, metavar="FILE", help="Jinja template in place of the bundle's.")
-@drafting_options
-@click.option("--reference", type=_PATH, help="UTF-8 text file that lookup may copy from.")
-@engine_flags(Use.ANY)
 @partial(sampling_options, max_tokens=None, temperature=0.7, top_p=0.95)
+@under("Text", click.option("--chat-template", type=_PATH, metavar="FILE", help="Jinja template, not the bundle's."))
+@drafting_options
+@reference_option
+@engine_flags(Use.ANY)
 @click.option("--stats", is_flag=True, help="Print counters and speed of every answer to standard error.")
-@click.option("--color/--no-color", "colour", default=None, help="Colour tokens by origin.  [default: on a terminal]")
-@click.option(
-    "--history/--no-history",
-    "keep_history",
-    default=True,
-    show_default=True,
-    help="On a terminal: keep what was entered in the user's cache, for later conversations.",
+@under(
+    "Output",
+    click.option(
+        "--color/--no-color", "colour", default=None, help="Colour tokens by origin.  [default: on a terminal]"
+    ),
+    click.option(
+        "--history/--no-history",
+        "keep_history",
+        default=True,
+        show_default=True,
+        help="On a terminal: keep what was entered in the user's cache, for later conversations.",
+    ),
 )
 def chat(
     bundle: Path,

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specexport_runtime.cli.any_text import typed
+from specexport_runtime.cli.grouped import GroupedCommand, under
 from specexport_runtime.cli.lazy import LazyGroup, Mount
 from specexport_runtime.cli.options import (
     check_of_use,
     drafting_options,
     engine_flags,
     find_bundle,
+    reference_option,
     sampling_options,
     sampling_params,
     take_drafting,
@@ -41,25 +43,37 @@ def runtime_cli() -> None:
 runtime_cli.add_command(serve)
 
 
-@runtime_cli.command()
+@runtime_cli.command(
+    cls=GroupedCommand,
+    first="chat max_tokens temperature seed drafter num_speculative_tokens stats as_json prompt_file prompts",
+)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 text file.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="Many prompts: JSONL with a field `prompt`.")
 @click.option("--chat", is_flag=True, help="Put each prompt into the bundle's chat template as a user message.")
 @click.option("--system", type=typed, metavar="TEXT", help="With --chat: what the model is told before the prompt.")
-@drafting_options
-@click.option("--reference", type=click.Path(path_type=Path), help="UTF-8 text file that lookup may copy from.")
-@engine_flags(Use.ANY, Use.BATCH)
 @sampling_options
-@click.option("--logprobs", type=int, metavar="N", help="With --json: log-probability of each token, and the top N.")
+@drafting_options
+@reference_option
+@engine_flags(Use.ANY, Use.BATCH)
 @click.option("--stats", is_flag=True, help="Print counters and speed to standard error.")
-@click.option("--trace", is_flag=True, help="Print what each round did, and what it saved, to standard error.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line instead of text.")
-@click.option(
-    "--show-prompt/--no-show-prompt", default=None, help="Print the prompt before the text.  [default: on a terminal]"
+@under(
+    "Output",
+    click.option(
+        "--logprobs", type=int, metavar="N", help="With --json: log-probability of each token, and the top N."
+    ),
+    click.option("--trace", is_flag=True, help="Print what each round did, and what it saved, to standard error."),
+    click.option(
+        "--show-prompt/--no-show-prompt",
+        default=None,
+        help="Print the prompt before the text.  [default: on a terminal]",
+    ),
+    click.option(
+        "--color/--no-color", "colour", default=None, help="Colour tokens by origin.  [default: on a terminal]"
+    ),
 )
-@click.option("--color/--no-color", "colour", default=None, help="Colour tokens by origin.  [default: on a terminal]")
 def generate(
     bundle: Path,
     prompt: str | None,

@@ -9,6 +9,7 @@ import click
 
 from specexport_runtime.cli.any_text import typed
 from specexport_runtime.cli.gone import gone
+from specexport_runtime.cli.grouped import RARE, under
 from specexport_runtime.cli.prompts import read_text
 from specexport_runtime.engine_options import GONE, OPTIONS, EngineOptions, Use
 from specexport_runtime.errors import InvalidRequestError
@@ -50,12 +51,6 @@ OFF = "off"
 """Switches a rule off on the command line; the rule is None then."""
 
 
-def _add(command: Any, options: list[Any]) -> Any:
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
 def sampling_options(
     command: Any, *, max_tokens: int | None = 128, temperature: float = 0.0, top_p: float = 1.0
 ) -> Any:
@@ -74,9 +69,9 @@ def sampling_options(
         click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 is off."),
         click.option("--top-p", type=float, default=top_p, show_default=True, help="Nucleus; 1 is off, 0 is greedy."),
         *(_cut_option(name, cut) for name, cut in CUTS.items()),
-        click.option("--repetition-penalty", type=float, default=1.0, show_default=True),
-        click.option("--presence-penalty", type=float, default=0.0, show_default=True),
-        click.option("--frequency-penalty", type=float, default=0.0, show_default=True),
+        click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1 is off."),
+        click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="0 is off."),
+        click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="0 is off."),
         click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Add BIAS to a token's logit. Repeatable."),
         click.option("--seed", type=int, help="Seed of the random stream; none draws a fresh one."),
         click.option("--stop", multiple=True, type=typed, metavar="TEXT", help="End the text at TEXT. Repeatable."),
@@ -98,7 +93,7 @@ def sampling_options(
             help="Write what follows this grammar (Lark).",
         ),
     ]
-    return _add(command, options)
+    return under("Text", *options)(command)
 
 
 def _cut_option(name: str, cut: "Cut") -> Any:
@@ -109,8 +104,7 @@ def _cut_option(name: str, cut: "Cut") -> Any:
 def engine_flags(*uses: Use) -> Callable[[Any], Any]:
     """Add the flags of the engine options of some uses, in the order of the options."""
     flags = [engine_flag(name) for name, option in OPTIONS.items() if option.use in uses]
-    flags.append(gone("--prepacked/--no-prepacked", GONE["prepacked"]))
-    return lambda command: _add(command, flags)
+    return under("Machine", *flags, gone("--prepacked/--no-prepacked", GONE["prepacked"]))
 
 
 def engine_flag(name: str, **changes: Any) -> Callable[[F], F]:
@@ -123,7 +117,13 @@ def engine_flag(name: str, **changes: Any) -> Callable[[F], F]:
         "metavar": option.metavar,
         "help": option.text + (f"  [default: {option.none}]" if option.none and "default" not in changes else ""),
     }
-    return click.option(flag_of(name), name, **settings | changes)
+    heading = "Drafting" if option.drafter else _HEADINGS.get(name, "Machine")
+    return under(heading, click.option(flag_of(name), name, **settings | changes))
+
+
+_HEADINGS = {"adaptive": "Drafting", "lora": "Text", "match_length": "Drafting"} | dict.fromkeys(
+    ("unpad_kv", "unpad_input"), RARE
+)
 
 
 def flag_of(name: str) -> str:
@@ -159,11 +159,9 @@ def drafting_options(command: Any) -> Any:
         click.option(
             "--drafter",
             metavar="NAME",
-            help="draft-model, head (reads the target's hidden states), lookup (copy from the text so far), suffix "
-            "(and from earlier answers), self (some of the target's own layers), chained (lookup, then the draft "
-            "model, the head or the own layers), "
-            "auto (whatever the bundle has, by what it promises in every round) or none.  "
-            "[default: auto; the draft model with a number of tokens, or for a seed to sample by]",
+            help="auto (in every round what pays), draft-model, head, lookup (copies from the text), suffix (and from "
+            "earlier answers), self (some of the target's layers), chained (lookup, then a model) or none.  [default: "
+            "auto; the draft model with a number of tokens, or for a seed to sample by]",
         ),
         click.option(
             "--num-speculative-tokens",
@@ -175,6 +173,30 @@ def drafting_options(command: Any) -> Any:
         ),
         engine_flag("lora"),
         click.option("--no-speculation", is_flag=True, help="Plain decoding: one token a round."),
+        click.option(
+            "--acceptance",
+            metavar="block|token",
+            help="How sampled drafts are accepted: as a block, which keeps more, or token by token.  [default: block]",
+        ),
+        click.option(
+            "--tree-size",
+            type=NumberOr("auto", "auto"),
+            metavar="N|auto",
+            help="Most draft tokens tested in a round, branches included; 0 for chains; auto: as many as pay.  "
+            "[default: auto where the number of draft tokens is auto, else 0]",
+        ),
+    ]
+    return under("Drafting", *options, under(RARE, *_rare_drafting()))(command)
+
+
+reference_option = under(
+    "Drafting",
+    click.option("--reference", type=click.Path(path_type=Path), help="UTF-8 text file that lookup may copy from."),
+)
+
+
+def _rare_drafting() -> list[Any]:
+    return [
         click.option(
             "--layer-threshold",
             type=NumberOr(OFF, OFF, integer=False),
@@ -198,23 +220,10 @@ def drafting_options(command: Any) -> Any:
             default=None,
             help="End a model's draft when it is no longer sure.  [default: off]",
         ),
-        click.option(
-            "--acceptance",
-            metavar="block|token",
-            help="How sampled drafts are accepted: as a block, which keeps more, or token by token.  [default: block]",
-        ),
-        click.option(
-            "--tree-size",
-            type=NumberOr("auto", "auto"),
-            metavar="N|auto",
-            help="Most draft tokens tested in a round, branches included; 0 for chains; auto: as many as pay.  "
-            "[default: auto where the number of draft tokens is auto, else 0]",
-        ),
         click.option("--draft-exit-gamma", type=float, help="Threshold to start with.  [default: 0.8]"),
         click.option("--draft-exit-acceptance", type=float, help="Acceptance rate that it moves to.  [default: 0.9]"),
         click.option("--draft-exit-step", type=float, help="How far it moves in a round.  [default: 0.01]"),
     ]
-    return _add(command, options)
 
 
 def check_of_use(engine: EngineOptions, drafting: "RequestOptions", params: "SamplingParams | None" = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from specexport_runtime.cli.grouped import GroupedCommand, under
 from specexport_runtime.cli.options import NumberOr, engine_flags, find_bundle, take_engine_options
 from specexport_runtime.engine_options import Use
 from specexport_runtime.errors import MissingDependencyError, pip_install
@@ -123,20 +124,17 @@ _DRAFTING = (
 )
 
 
-def _add(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-@click.command()
+@click.command(
+    cls=GroupedCommand,
+    first="host port model_name api_keys drafter num_speculative_tokens max_num_seqs max_model_len num_threads log_format",
+)
 @click.argument("bundle", type=click.Path(path_type=Path))
-@_add(*_ADDRESS, *_KEYS, *_LIMITS, *_PACE, *_CHAT, *_DRAFTING)
+@under("Server", *_ADDRESS, *_LOOK)
+@under("Access", *_KEYS)
+@under("Limits", *_LIMITS, *_PACE)
+@under("Text", *_CHAT)
+@under("Drafting", *_DRAFTING)
 @engine_flags(Use.ANY, Use.BATCH, Use.SERVER)
-@_add(*_LOOK)
 def serve(
     bundle: Path,
     drafter: str | None,
@@ -147,6 +145,7 @@ def serve(
     **options: Any,
 ) -> int:
     """Serve BUNDLE over HTTP, as OpenAI's API does."""
+    from specexport_runtime.bundle.manifest import load_manifest
     from specexport_runtime.bundle.opened import check_num_seqs
 
     settings = {name: options.pop(name) for name in list(options) if name in ServerConfig.__dataclass_fields__}
@@ -159,6 +158,7 @@ def serve(
     engine = replace(take_engine_options(options), speculative_config=drafting, share_threads=True)
     run = _import_run()
     bundle = find_bundle(bundle)
+    load_manifest(bundle)  # a mistyped folder is said before the server says that it listens
     if model_name is None:
         config = replace(config, model_name=_folder_name(bundle))
     return run(bundle, config, engine)
