@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from specexport.bench.subject import can_draft_itself
 from specexport.compile.draft_cuts import describe_layers
 from specexport.compile.draft_trial import describe_trial
 from specexport.compile.head import describe_probe
@@ -43,7 +44,10 @@ from specexport_runtime.bundle.draft_layers import DraftLayers, load_draft_layer
 from specexport_runtime.bundle.entry import AdapterEntry, DraftHeadEntry, EngineFile, Gates, ModelEntry
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
+from specexport_runtime.bundle.opened import CHAT_TEMPLATE_NAME
 from specexport_runtime.bundle.quant_kinds import KEPT, KINDS
+from specexport_runtime.drafters.base import DraftOffer, Obstacle
+from specexport_runtime.drafters.registry import KINDS as DRAFTERS
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.open import backend_of
 from specexport_runtime.executors.operators import kernels
@@ -54,17 +58,20 @@ _GPU_OUTPUTS = (TOKEN_IDS,)
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--all", "show_all", is_flag=True, help="Also graphs, passes, files, recipe and tool versions.")
 @click.option("--check-files", "whole", is_flag=True, help="Also check the hash of every file.")
-def inspect(bundle: Path, *, as_json: bool, whole: bool) -> None:
-    """Show what is in BUNDLE: models, shapes, sizes, what the passes did, tool versions, the last verification."""
+def inspect(bundle: Path, *, as_json: bool, show_all: bool, whole: bool) -> None:
+    """Show what is in BUNDLE: models, sizes, memory, how it can draft, whether it was verified."""
     manifest = load_manifest(bundle)
     if whole:
         check_files(bundle, manifest.files)
     layers = load_draft_layers(bundle, manifest)
     if as_json:
         print_json(describe_json(manifest, layers))
-    else:
+    elif show_all:
         click.echo("\n".join(describe(manifest, layers, files_checked=whole)))
+    else:
+        click.echo("\n".join(brief(manifest, layers, files_checked=whole)))
 
 
 def describe_json(manifest: Manifest, layers: DraftLayers | None = None) -> dict[str, Any]:
@@ -115,6 +122,60 @@ def state_bytes_per_row(entry: ModelEntry, lookahead: int) -> int:
 
 def _engine_bytes(manifest: Manifest, role: str) -> int:
     return sum(entry.size for name, entry in manifest.files.items() if name.startswith(f"{role}/"))
+
+
+def brief(manifest: Manifest, layers: DraftLayers | None = None, *, files_checked: bool = False) -> Iterator[str]:
+    """What most want to know of a bundle, in a dozen lines."""
+    models = dict(sorted(manifest.models.items(), key=lambda item: item[0] != "target"))
+    target, length = models.get("target"), manifest.max_model_len
+    if target is None:  # nothing can run it
+        yield from describe(manifest, layers, files_checked=files_checked)
+        return
+    state = ", every hash checked" if files_checked else ""
+    chosen = _kernels(target)
+    operators = "" if chosen is None else f", operators run here with: {chosen}"
+    total = _size(sum(entry.size for entry in manifest.files.values()))
+    yield f"{manifest.name}: {total} in {len(manifest.files)} files{state}, for {target.backend}{operators}"
+    for role, entry in models.items():
+        words = f"{entry.source.name} ({entry.source.architecture}), {entry.parameters.total / 1e6:.1f} M parameters"
+        yield f"{role + ':':<11} {words}, {_size(_engine_bytes(manifest, role))}"
+        yield f"{'':<11} {_weights(manifest, role, entry)}"
+        more = (*describe_trial(entry)[:1], *(_describe_adapter(adapter).strip() for adapter in entry.adapters))
+        yield from (f"{'':<11} {line}" for line in more)
+    rows = {
+        role: length * kv_bytes_per_token(entry) + state_bytes_per_row(entry, manifest.lookahead)
+        for role, entry in models.items()
+    }
+    memory = ", ".join(f"{role} {_size(size)}" for role, size in rows.items() if size)
+    yield f"{'length:':<11} up to {length} tokens a sequence; the memory of one that long: {memory}"
+    yield f"{'at a time:':<11} {manifest.default_num_seqs} sequences, unless --max-num-seqs says otherwise"
+    lacking = Obstacle("", "")
+    self_draft, head = (None if has else lacking for has in (can_draft_itself(manifest, layers), "head" in models))
+    offer = DraftOffer("draft" in models, self_draft, head)
+    names = ", ".join(name for name, kind in DRAFTERS.items() if kind.obstacle(offer) is None)
+    shape = "chains or trees" if target.takes_trees else "chains, no trees"
+    yield f"{'drafters:':<11} {names}; up to K={manifest.lookahead} tokens a round, {shape}"
+    yield f"{'chat:':<11} {'has a' if CHAT_TEMPLATE_NAME in manifest.files else 'has no'} chat template"
+    tools = ", ".join(f"{name} {manifest.tools[name]}" for name in _BUILDERS if name in manifest.tools)
+    yield f"{'built by:':<11} {tools}"
+    yield f"{'verified:':<11} {_verified(manifest)}"
+    yield "--all shows graphs, passes, files and hashes; --json has everything."
+
+
+_BUILDERS = ("specexport", "torch", "transformers", "onnxruntime")
+
+
+def _weights(manifest: Manifest, role: str, entry: ModelEntry) -> str:
+    """How the weights are kept, without counts."""
+    formats = ", ".join(name for name, *_ in entry.engine.weight_formats)
+    return _kept(manifest, role, entry) + (f": {formats}" if formats else "")
+
+
+def _verified(manifest: Manifest) -> str:
+    if manifest.verify is None:
+        return "not yet; `specexport verify` proves that it decodes losslessly"
+    found = {key: manifest.verify[key] for key in ("status", "date") if key in manifest.verify}
+    return ", ".join(map(str, found.values()))
 
 
 def describe(manifest: Manifest, layers: DraftLayers | None = None, *, files_checked: bool = False) -> Iterator[str]:
@@ -215,8 +276,7 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     if entry.engine.padded is not None:
         yield f"  padded-KV graph over the same weights: {entry.engine.padded.path}"
     if entry.quantize is not None or entry.engine.weight_formats:
-        rounded = None if role == "head" else manifest.recipe.get("dtype")  # a head keeps what its file has
-        yield from _describe_weights(entry, str(rounded or entry.dtype))
+        yield from _describe_weights(entry, _kept(manifest, role, entry))
     if (chosen := _kernels(entry)) is not None:
         yield f"  operators run here with: {chosen}"
     if role == "target":
@@ -257,17 +317,22 @@ def _kernels(entry: ModelEntry) -> str | None:
         return f"none: {error.message}"
 
 
-def _describe_weights(entry: ModelEntry, dtype: str) -> Iterator[str]:
+def _kept(manifest: Manifest, role: str, entry: ModelEntry) -> str:
+    """What became of the weights of the checkpoint."""
+    if entry.quantize is not None:
+        kind = KINDS.get(entry.quantize)
+        return (kind and kind.says) or f"quantized: {entry.quantize} weights"
+    # A head keeps what its file has.
+    dtype = str((None if role == "head" else manifest.recipe.get("dtype")) or entry.dtype)
+    return "weights, exact" if dtype == entry.dtype else f"weights, rounded to {dtype}"
+
+
+def _describe_weights(entry: ModelEntry, says: str) -> Iterator[str]:
     exact = ", exact" if entry.quantize == KEPT.name else ""
     formats = [
         f"{name} {count / 1e6:.1f} M ({8 * size / max(count, 1):.2f} bits each{exact})"
         for name, count, size in entry.engine.weight_formats
     ]
-    if entry.quantize is None:
-        says = "weights, exact" if dtype == entry.dtype else f"weights, rounded to {dtype}"
-    else:
-        kind = KINDS.get(entry.quantize)
-        says = (kind and kind.says) or f"quantized: {entry.quantize} weights"
     yield f"  {says}{': ' if formats else ' in the linear layers'}{', '.join(formats)}{_saved(entry)}"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specexport.bench.methods import EngineKey
-from specexport_runtime.bundle.draft_layers import load_draft_layers
+from specexport_runtime.bundle.draft_layers import DraftLayers, load_draft_layers
 from specexport_runtime.bundle.entry import NO_GATES, ModelEntry
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.drafters.base import HEAD
@@ -73,16 +73,16 @@ def open_subject(folder: Path, options: EngineOptions) -> Subject:
     has_draft, has_head = "draft" in manifest.models, "head" in manifest.models
     target = manifest.models.get("target")
     return Subject(
-        manifest.name, has_draft, manifest.lookahead, details, load, _can_draft_itself(folder, manifest), has_head,
+        manifest.name, has_draft, manifest.lookahead, details, load, can_draft_itself(manifest, load_draft_layers(folder, manifest)), has_head,
         takes_trees=target is not None and target.takes_trees,
     )  # fmt: skip
 
 
-def _can_draft_itself(folder: Path, manifest: Manifest) -> bool:
+def can_draft_itself(manifest: Manifest, layers: DraftLayers | None) -> bool:
     """Whether a search, or the default rules of self-drafting, can leave out some of its layers."""
     from specexport_runtime.requests.layer_choice import LayerRules
 
-    if load_draft_layers(folder, manifest) is not None:
+    if layers is not None:
         return True
     target = manifest.models.get("target")
     gates = NO_GATES if target is None else target.engine.gates

@@ -137,7 +137,15 @@ def test_progress_is_plain_lines_off_a_terminal_and_a_bar_on_one() -> None:
 
 
 def test_inspect_needs_the_manifest_only(run_cli: RunCli, tiny_bundle: Path) -> None:
-    result = run_cli("inspect", tiny_bundle, "--check-files")
+    short = run_cli("inspect", tiny_bundle)
+    assert short.exit_code == 0, short.output
+    assert 10 <= short.stdout.count("\n") <= 15
+    memory = 256 * 512 / 1000  # tokens, bytes a token
+    for words in ("for ort-cpu", f"up to 256 tokens a sequence; the memory of one that long: target {memory:.1f} kB",
+                  "drafters:   draft-model, lookup, suffix", "chat:       has no", "not yet; `specexport verify`",
+                  "--all shows", f"operators run here with: {kernels()}"):  # fmt: skip
+        assert words in short.stdout, words
+    result = run_cli("inspect", tiny_bundle, "--check-files", "--all")
     assert result.exit_code == 0, result.output
     for words in ("target: LlamaForCausalLM", "input_ids[T] int64", "KV cache: float32, 512 bytes a token",
                   "not verified yet", "lookahead K up to 8", "max_model_len 256", "every hash checked",
@@ -160,8 +168,11 @@ def test_inspect_shows_the_last_verification_and_what_it_can_without_operators(
 
     monkeypatch.setattr("specexport.inspect.kernels", missing)
     manifest = load_manifest(tiny_bundle)
+    manifest_date = {"status": "passed", "date": "2026-01-02"}
+    replace(manifest, verify=manifest_date).write(tmp_path)
+    assert "verified:   passed, 2026-01-02\n" in run_cli("inspect", tmp_path).stdout
     replace(manifest, verify={"status": "passed", "target_max_abs": 1.23456e-6}).write(tmp_path)
-    result = run_cli("inspect", tmp_path)
+    result = run_cli("inspect", tmp_path, "--all")
     assert result.exit_code == 0, result.output
     assert "verify: status=passed, target_max_abs=1.23e-06" in result.stdout
     assert "operators run here with: none: it is missing." in result.stdout

@@ -92,7 +92,7 @@ def test_layers_that_do_nothing_go_and_nothing_is_lost(without_idle: BuildResult
     words = "3 of 4 layers, without 1 (similarity 1.000)"
     assert f"  draft: {words}, logits within" in summary(without_idle)
     assert result_to_json(without_idle)["dropped_layers"] == {"target": [], "draft": [(1, 1.0)]}
-    assert f"\n  {words}\n" in run_cli("inspect", without_idle.path).output
+    assert f"\n  {words}\n" in run_cli("inspect", without_idle.path, "--all").output
     shown = json.loads(run_cli("inspect", without_idle.path, "--json").output)
     assert shown["models"]["draft"]["kept_layers"] == [0, 2, 3]
 

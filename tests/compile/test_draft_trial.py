@@ -124,7 +124,7 @@ def test_the_draft_has_the_form_that_promises_most(at, form, tiny_pair, tmp_path
     assert (result.manifest.recipe["draft_quantize"], result.manifest.recipe["draft_vocab_size"]) == form
     assert_priced(result, form)
     assert not [place for place in (tmp_path / "b" / "draft").iterdir() if place.is_dir()]
-    shown = run_cli("inspect", tmp_path / "b").stdout
+    shown = run_cli("inspect", tmp_path / "b", "--all").stdout
     assert f"form chosen on {trial.num_tokens} tokens of the target: {form[0] or 'float'} with" in shown
     assert shown.count("  tried: ") == len(own) - 1
     assert build_bundle(recipe).up_to_date
@@ -215,7 +215,7 @@ def test_a_draft_that_cannot_be_tried_is_what_it_was(work, least, why, tiny_pair
     assert (draft.quantize, _cut(draft)) == (None, None)
     assert draft.trial.forms == ()
     assert why in draft.trial.obstacle
-    assert f"no forms were tried: {draft.trial.obstacle}" in run_cli("inspect", tmp_path / "b").stdout
+    assert f"no forms were tried: {draft.trial.obstacle}" in run_cli("inspect", tmp_path / "b", "--all").stdout
     assert sorted(place.name for place in (tmp_path / "b" / "draft").iterdir()) == SIMPLEST_FILES
 
 
@@ -230,7 +230,7 @@ def test_a_form_that_cannot_be_had_leaves_the_others(tiny_pair, tmp_path, trying
     draft = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b"), use_cache=False))
     assert (draft.quantize, _cut(draft)) == (None, 150)
     assert [(form.quantize, form.lm_head_rows) for form in draft.trial.forms[3:]] == [("int4", 150)]
-    assert "  not tried: the draft breaks with int8." in run_cli("inspect", tmp_path / "b").stdout
+    assert "  not tried: the draft breaks with int8." in run_cli("inspect", tmp_path / "b", "--all").stdout
     assert sorted(place.name for place in (tmp_path / "b" / "draft").iterdir()) == [LM_HEAD_IDS_NAME, *SIMPLEST_FILES]
 
 

@@ -91,7 +91,7 @@ def test_inspect_tells_aliasing_fusion_and_precision(rtx_bundle: Path, run_cli: 
             assert row["kernels"] > 4
         assert all(row["kv_copy_bytes"] == 0 for row in report["profiles"]), "the caches are read where they are"
         assert report["peak_memory_bytes"] > 10**7
-    text = run_cli("inspect", rtx_bundle).stdout
+    text = run_cli("inspect", rtx_bundle, "--all").stdout
     for said in (
         "verify 2x4",
         "4 of 4 caches in place; attention fused in 5 of 5 profiles; 0 float32",

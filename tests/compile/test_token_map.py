@@ -157,7 +157,7 @@ def test_a_bundle_says_what_is_shared(pair: Path, run_cli: RunCli, shared: Any) 
     assert entry.token_map == shared.entry._replace(path=f"draft/{MAP_NAME}")
     assert entry.lm_head_rows == shared.entry.num_shared
     words = f"another vocabulary than the target's: they share {shared.entry.num_shared} tokens"
-    assert words in run_cli("inspect", pair / "bundle").output
+    assert words in run_cli("inspect", pair / "bundle", "--all").output
     again = run_cli("build", pair / "target", "--draft", pair / "draft", "-o", pair / "again", "--lookahead", K)
     assert words in again.output
     assert "engine from the cache" in again.output
