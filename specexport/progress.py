@@ -1,4 +1,4 @@
-"""What a build tells while it works: one event a stage, shown as a bar on a terminal and as plain lines elsewhere."""
+"""What a build tells while it works: a bar on a terminal; elsewhere a line a stage, which ends with its seconds."""
 
 import contextlib
 import time
@@ -57,19 +57,47 @@ class StageClock:
 
 @contextlib.contextmanager
 def show_progress(stream: TextIO, *, quiet: bool = False) -> Iterator[Progress]:
-    """A progress callback that shows a bar on a terminal and plain lines elsewhere, or with ``quiet`` nothing."""
+    """A progress callback that shows a bar on a terminal and a line a stage elsewhere, or with ``quiet`` nothing."""
     if quiet:
         yield lambda _event: None
     elif stream.isatty():
         with _bar(stream) as callback:
             yield callback
     else:
-        yield lambda event: print(_line(event), file=stream, flush=True)
+        with _lines(stream) as callback:
+            yield callback
 
 
-def _line(event: ProgressEvent) -> str:
-    what = f"{event.role} {event.stage}".strip()
-    return f"[{event.step}/{event.num_steps}] {what}" + (f": {event.message}" if event.message else "")
+@contextlib.contextmanager
+def _lines(stream: TextIO) -> Iterator[Progress]:
+    """A stage's line is begun when it begins, so that nobody wonders what takes so long, and ended with it."""
+    current: list[tuple[tuple[object, ...], float, str]] = []  # the stage that goes on, its begin, an indentation
+
+    def write(text: str) -> None:
+        stream.write(text)
+        stream.flush()
+
+    def end() -> None:
+        if current:
+            write(f"  {time.perf_counter() - current.pop()[1]:.1f} s\n")
+
+    def callback(event: ProgressEvent) -> None:
+        what, step = (event.stage, event.role, event.step), f"[{event.step}/{event.num_steps}] "
+        if current and current[0][0] == what:
+            write(f"\n{current[0][2]}{event.message}")
+            return
+        end()
+        current.append((what, time.perf_counter(), " " * len(step)))
+        write(step + _describe(event))
+
+    try:
+        yield callback
+    finally:
+        end()
+
+
+def _describe(event: ProgressEvent) -> str:
+    return f"{event.role} {event.stage}".strip() + (f": {event.message}" if event.message else "")
 
 
 @contextlib.contextmanager
@@ -88,7 +116,6 @@ def _bar(stream: TextIO) -> Iterator[Progress]:
         task = bar.add_task("build", total=None)
 
         def callback(event: ProgressEvent) -> None:
-            what = f"{event.role} {event.stage}".strip() + (f": {event.message}" if event.message else "")
-            bar.update(task, description=what, completed=event.step, total=event.num_steps)
+            bar.update(task, description=_describe(event), completed=event.step, total=event.num_steps)
 
         yield callback

@@ -1,6 +1,7 @@
 """How commands report: columns declared once, as Markdown or on the terminal; JSON on standard output."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -79,12 +80,20 @@ def terminal_table(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> "Tabl
     return table
 
 
-def print_report(table: "Table | None", lines: Iterable[str], *, before: str = "", colour: bool | None = None) -> None:
-    """A table between lines of text; a ``colour`` of None colours on a terminal."""
+def print_report(
+    table: "Table | None",
+    lines: Iterable[str],
+    *,
+    before: str = "",
+    colour: bool | None = None,
+    width: int | None = None,
+) -> None:
+    """A table between lines of text; a ``colour`` of None colours on a terminal, ``width`` bounds the table's."""
     from rich.console import Console
 
+    most = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
     console = Console(
-        file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH, highlight=False,
+        file=sys.stdout, width=min(most, width or most), highlight=False,
         force_terminal=True if colour else None, no_color=None if colour is None else not colour,
     )  # fmt: skip
     if before:

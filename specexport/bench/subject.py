@@ -71,9 +71,10 @@ def open_subject(folder: Path, options: EngineOptions) -> Subject:
         "max_num_batched_tokens": options.max_num_batched_tokens, "spin": options.spin,
     }  # fmt: skip
     has_draft, has_head = "draft" in manifest.models, "head" in manifest.models
+    has_gates = can_draft_itself(manifest, load_draft_layers(folder, manifest))
     target = manifest.models.get("target")
     return Subject(
-        manifest.name, has_draft, manifest.lookahead, details, load, can_draft_itself(manifest, load_draft_layers(folder, manifest)), has_head,
+        manifest.name, has_draft, manifest.lookahead, details, load, has_gates, has_head,
         takes_trees=target is not None and target.takes_trees,
     )  # fmt: skip
 

@@ -216,7 +216,7 @@ def compile_graph(
             adapters=job.adapters,
             own_operators=backend.own_operators,
         )
-        done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=job.clock.note)
+        done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=None if dump_dir is None else job.clock.note)
     strip_metadata(ir_model)
     experts = expert_sizes(ir_model)
     engine = backend.build(ir_model, job)

@@ -74,7 +74,7 @@ def explain(
     try:
         text = engine.format_chat([{"role": "user", "content": item.text}]) if chat else item.text
         result, trace = _decode(engine, text, params, drafting)
-        _print(engine, text, result, trace, colour=colour, as_json=as_json)
+        _print(engine, text, result, trace, params.max_tokens, whole=show_all, colour=colour, as_json=as_json)
     finally:
         engine.close()
 
@@ -103,11 +103,21 @@ def _print(
     text: str,
     result: "GenerationResult",
     trace: "list[RoundTrace]",
+    most: int,
     *,
+    whole: bool,
     colour: bool | None,
     as_json: bool,
 ) -> None:
-    from specexport.explain.report import Pieces, make_table, summary_lines
+    from specexport.explain.report import (
+        NARROW,
+        Pieces,
+        end_line,
+        make_table,
+        short_lines,
+        summary_lines,
+        verdict_line,
+    )
     from specexport.explain.summary import summarize
     from specexport.report import print_json, print_report
     from specexport_runtime.cli.output import describe_unused
@@ -133,11 +143,14 @@ def _print(
         print_json(record)
         return
     pieces = Pieces(lambda ids: engine.tokenizer.decode(list(ids), skip_special_tokens=False), _before(result))
-    lines = [*summary_lines(summary, result.stats.layer_choice), *describe_unused(result.stats.to_json())]
+    lines = summary_lines(summary, result.stats.layer_choice) if whole else short_lines(summary)
+    lines += describe_unused(result.stats.to_json())
     if engine.token_map is not None:
         shared = engine.token_map.num_shared
         lines.append(f"The draft model has another vocabulary: it can say {shared} tokens of the target's.")
-    print_report(make_table(trace, pieces), lines, colour=colour)
+    before = "\n".join([verdict_line(summary), *end_line(result.finish_reason, len(result.token_ids), most)])
+    table = make_table(trace, pieces, whole=whole)
+    print_report(table, lines, before=before, colour=colour, width=None if whole else NARROW)
 
 
 def _before(result: "GenerationResult") -> int:

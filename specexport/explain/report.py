@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from specexport_runtime.requests.layer_choice import LayerChoice
 
 FEW_TESTS = 10
+NARROW = 100
+FAR = 1.5
+"""A promise is far from what was real by this factor."""
 Decode = Callable[[Sequence[int]], str]
 _REASONS = {
     "fixed": "as asked",
@@ -53,29 +56,31 @@ class Pieces:
         self._before = tokens[-1] if tokens else self._before
 
 
-def make_table(trace: Sequence[RoundTrace], pieces: Pieces) -> "Table":
-    """One row a round. Draft tokens: accepted ones in green, a bar, rejected ones in red, ``→`` the target's own.
+def make_table(trace: Sequence[RoundTrace], pieces: Pieces, *, whole: bool = False) -> "Table":
+    """One row a round; what was weighed only if ``whole``, else it fits ``NARROW`` columns.
 
+    Draft tokens: accepted ones in green, a bar, rejected ones in red, ``→`` the target's own.
     Where branches were tested, ``┬`` and the accepted tokens of one stand behind the rejected ones that it replaces.
     """
-    promises, beside = any(r.promised for r in trace), any(r.branches for r in trace)
+    promises, beside = whole and any(r.promised for r in trace), any(r.branches for r in trace)
     columns: list[Column[tuple[int, RoundTrace]]] = [
         Column("round", lambda row: row[0]),
-        Column("drafter", lambda row: row[1].drafter or "-", left=True,
-               shown=len({r.drafter for r in trace if r.drafter}) > 1),
+        Column("drafter", lambda row: row[1].drafter or "-", left=True),
         Column("K", lambda row: row[1].allowed.lookahead if row[1].allowed else None),
-        Column("why", lambda row: row[1].allowed.reason if row[1].allowed else "plain", left=True),
+        Column("why", lambda row: row[1].allowed.reason if row[1].allowed else "plain", left=True,
+               shown=whole),
         Column(f"drafted │ rejected{beside * ' ┬ branch'} → target's own", lambda row: show_draft(row[1], pieces),
                left=True, fold=True),
         Column("accepted", lambda row: f"{row[1].accepted}/{row[1].num_tested}" if row[1].drafted else "-"),
-        Column("branches", lambda row: len(row[1].branches), shown=beside),
+        Column("branches", lambda row: len(row[1].branches), shown=whole and beside),
         Column("draft ended", lambda row: row[1].end, left=True),
-        Column("gamma", lambda row: row[1].gamma, ".3f", shown=any(r.gamma is not None for r in trace)),
-        Column("promised", lambda row: row[1].taken and row[1].taken.tokens_per_second, ".1f", shown=promises),
+        Column("gamma", lambda row: row[1].gamma, ".3f",
+               shown=whole and any(r.gamma is not None for r in trace)),
+        Column("promised tokens/s", lambda row: row[1].taken and row[1].taken.tokens_per_second, ".1f", shown=promises),
         Column("turned down", lambda row: ", ".join(each.describe() for each in row[1].turned_down) or "-", left=True,
                shown=promises),
         Column("ms", lambda row: row[1].milliseconds, ".2f"),
-        Column("saved", lambda row: row[1].saved_milliseconds, "+.2f"),
+        Column("saved ms", lambda row: row[1].saved_milliseconds, "+.2f"),
     ]  # fmt: skip
 
     def rounds() -> Iterator[tuple[int, RoundTrace]]:
@@ -104,13 +109,50 @@ def show_draft(r: RoundTrace, pieces: Pieces) -> "Text":
     return text
 
 
+def verdict_line(summary: Summary) -> str:
+    """What drafting came to, in words."""
+    if not summary.drafted:
+        return "Nothing was drafted: this text was decoded plainly."
+    if summary.plain_milliseconds is None or not summary.milliseconds:
+        return f"{summary.accepted} of {summary.drafted} draft tokens were accepted; what that saved is not known."
+    own, plain = (1000 * summary.tokens / ms for ms in (summary.milliseconds, summary.plain_milliseconds))
+    share = 100 * (1 - summary.milliseconds / summary.plain_milliseconds)
+    what = f"saved {share:.0f} % of the time" if share >= 0 else f"took {-share:.0f} % more time"
+    return f"Drafting {what}: {own:.1f} tokens/s, against {plain:.1f} plain."
+
+
+def end_line(finish_reason: str, tokens: int, most: int) -> list[str]:
+    """Why a text has fewer tokens than it might have; nothing where it has them all."""
+    if tokens >= most:
+        return []
+    why = "at its end token, or a stop" if finish_reason == "stop" else "because there was no more room"
+    return [f"The text ended after {tokens} of at most {most} tokens, {why}."]
+
+
+def promise_lines(summary: Summary) -> list[str]:
+    """Which promises were far from what was real: choices by them were guesses."""
+    lines = []
+    for way in summary.ways:
+        ratio = way.real / way.promised if way.real and way.promised else 1.0
+        if not 1 / FAR < ratio < FAR:
+            name = way.drafter or "Plain decoding"
+            lines.append(
+                f"{name} promised {way.promised:.1f} tokens/s and gave {way.real:.1f}: what was chosen by it is a "
+                "guess. A busy machine does that, or steps that were not timed often enough yet."
+            )
+    return lines
+
+
+def short_lines(summary: Summary) -> list[str]:
+    """The trace in a few sentences, behind the verdict."""
+    ways = [_way_line(way) for way in summary.ways] if len(summary.ways) > 1 else []
+    return [_count_line(summary), *ways, *promise_lines(summary)]
+
+
 def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list[str]:
     """What the trace adds up to, in sentences."""
-    rate = f" ({summary.accepted / summary.drafted:.3f})" if summary.drafted else ""
-    beside = f", {summary.accepted_branches} of {summary.branches} beside the chain" if summary.branches else ""
     lines = [
-        f"{summary.tokens} tokens in {summary.rounds} rounds; {summary.accepted} of {summary.drafted} draft tokens "
-        f"accepted{rate}{beside}.",
+        _count_line(summary),
         _time_line(summary),
         "K was chosen as: " + _counted(summary.reasons, _REASONS) + ".",
         "Drafts ended because: " + _counted(summary.ends, _ENDS) + ".",
@@ -122,6 +164,7 @@ def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list
         lines.append(f"The draft leaves out attention of layers {attention}{states} and MLPs of layers {mlp}.")
     if len(summary.ways) > 1:
         lines += [_way_line(way) for way in summary.ways]
+    lines += promise_lines(summary)
     for name, found in summary.positions.items():
         shares = ", ".join(f"{i}: {p.rate:.2f} ({p.accepted}/{p.tested})" for i, p in enumerate(found, start=1))
         lines.append(f"Acceptance by position, {name}: {shares}.")
@@ -132,6 +175,15 @@ def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list
         few = "" if tested >= FEW_TESTS else f" Drafts tested: only {tested}."
         lines.append(f"Verdict, {verdict.drafter}: by what steps cost {best} would have been best ({curve}).{few}")
     return lines
+
+
+def _count_line(summary: Summary) -> str:
+    rate = f" ({summary.accepted / summary.drafted:.3f})" if summary.drafted else ""
+    beside = f", {summary.accepted_branches} of {summary.branches} beside the chain" if summary.branches else ""
+    return (
+        f"{summary.tokens} tokens in {summary.rounds} rounds; {summary.accepted} of {summary.drafted} draft tokens "
+        f"accepted{rate}{beside}."
+    )
 
 
 def _way_line(way: Way) -> str:

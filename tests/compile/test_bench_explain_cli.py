@@ -103,15 +103,17 @@ def test_explain_prints_a_table_and_a_verdict(run_cli, tiny_bundle, cache, tmp_p
     (tmp_path / "reference.txt").write_text("one two three four five")
     ended = run_cli(
         "explain", tiny_bundle, "--prompt-file", tmp_path / "prompt.txt", "--drafter", "chained", "--max-tokens", 16,
-        "--ignore-eos", "--reference", tmp_path / "reference.txt", "--color", *FAST,
+        "--ignore-eos", "--reference", tmp_path / "reference.txt", "--color", *FAST, "--all",
     )  # fmt: skip
     assert ended.exit_code == 0, ended.output
+    assert ended.stdout.startswith("Drafting ")
     assert "draft ended" in ended.stdout
     assert "Verdict, " in ended.stdout
     assert "by what steps cost" in ended.stdout
     assert "\x1b[3" in ended.stdout
     ended = run_cli("explain", tiny_bundle, "one two", "--max-tokens", 1, *FAST)
     assert ended.exit_code == 0, ended.output
+    assert ended.stdout.startswith("Nothing was drafted")
     assert "0 tokens in 0 rounds" in ended.stdout
 
 

@@ -3,6 +3,7 @@
 import gc
 import io
 import json
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -120,15 +121,19 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_is_plain_lines_off_a_terminal_and_a_bar_on_one() -> None:
+def test_progress_is_a_line_a_stage_off_a_terminal_and_a_bar_on_one() -> None:
     event = ProgressEvent("trace", "target", 3, 16, "llama")
     lines = io.StringIO()
     with show_progress(lines) as progress:
         progress(event)
-    assert lines.getvalue() == "[3/16] target trace: llama\n"
+        assert lines.getvalue() == "[3/16] target trace: llama", "said before it is done"
+        progress(event._replace(stage="trial", step=4, message=""))
+        progress(event._replace(stage="trial", step=4, message="int8 chosen"))
+    shown = re.sub(r"  \d+\.\d s\n", "  SECONDS\n", lines.getvalue())
+    assert shown == "[3/16] target trace: llama  SECONDS\n[4/16] target trial\n       int8 chosen  SECONDS\n"
     with show_progress(lines, quiet=True) as progress:
         progress(event)
-    assert lines.getvalue().count("\n") == 1
+    assert lines.getvalue().count("\n") == 3
     terminal = Terminal()
     with show_progress(terminal) as progress:
         progress(event)

@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from specexport.explain.report import Pieces, make_table, show_draft, summary_lines
+from specexport.explain.report import (
+    NARROW,
+    Pieces,
+    end_line,
+    make_table,
+    promise_lines,
+    short_lines,
+    show_draft,
+    summary_lines,
+    verdict_line,
+)
 from specexport.explain.summary import Position, Way, compare_ways, count_positions, judge, summarize
 from specexport_runtime.costs.curves import CostCurves, LayerShares, StepCost
 from specexport_runtime.requests.layer_choice import LayerChoice
@@ -168,14 +178,56 @@ def test_a_draft_with_what_became_of_it(r, shown, styles):
 
 def test_table_shows_every_round():
     out = io.StringIO()
-    Console(file=out, width=140).print(make_table([*TRACE, make_round([4], 1, gamma=0.61)], Pieces(decode, 9)))
+    rounds = [*TRACE, make_round([4], 1, gamma=0.61)]
+    Console(file=out, width=140).print(make_table(rounds, Pieces(decode, 9), whole=True))
     lines = [line for line in out.getvalue().splitlines() if line.strip()]
     assert "│ four" not in lines[4]
     assert "[bold]four" in lines[4]  # text of a model is no markup
     assert "0.610" in lines[7]
     assert lines[2].split()[-2:] == ["3.00", "+5.00"]
     names = {column.header for column in make_table([make_round([1], 1)], Pieces(decode, 9)).columns}
-    assert not names & {"drafter", "gamma", "branches"}, "columns that say nothing"
+    assert not names & {"gamma", "branches"}, "columns that say nothing"
+    assert {"drafter", "saved ms"} <= names
+
+
+def test_the_table_fits_and_shows_every_drafter():
+    long = [
+        make_round([1, 2, 3] * 9, 20, drafter="draft-model", promised=(PLAIN, MODEL), milliseconds=1234.56, gamma=0.5),
+        *WEIGHED, *TREES,
+    ]  # fmt: skip
+    for width in (NARROW, 80):
+        out = io.StringIO()
+        Console(file=out, width=width).print(make_table(long, Pieces(decode, 9)))
+        lines = out.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        assert "…" not in out.getvalue(), "nothing is cut"
+        assert "1234.56" in out.getvalue()
+        assert "draft-model" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("trace", "said"),
+    [
+        (TRACE, "Drafting saved 32 % of the time: 733.3 tokens/s, against 500.0 plain."),
+        ([make_round([1], 0)], "Drafting took 50 % more time: 333.3 tokens/s, against 500.0 plain."),
+        ([make_round([], end="none")], "Nothing was drafted: this text was decoded plainly."),
+        ([make_round([1], 1, plain_milliseconds=None)], "1 of 1 draft tokens were accepted; what that saved is not"),
+    ],
+)
+def test_the_first_line_is_a_verdict(trace, said):
+    assert verdict_line(summarize(trace, curves=None, longest=4, context=10)).startswith(said)
+
+
+def test_it_says_why_a_text_is_short_and_which_promises_were_not_kept():
+    assert end_line("length", 24, 24) == []
+    assert end_line("stop", 21, 24) == ["The text ended after 21 of at most 24 tokens, at its end token, or a stop."]
+    assert "no more room" in end_line("length", 21, 24)[0]
+    model, *_, plain = promise_lines(summarize(WEIGHED, curves=None, longest=4, context=10))
+    assert model.startswith("draft-model promised 250.0 tokens/s and gave 666.7:")
+    assert plain.startswith("Plain decoding promised 100.0 tokens/s and gave 333.3:")
+    kept = [make_round([1, 2], 2, drafter="draft-model", promised=(PLAIN, MODEL._replace(tokens_per_second=900.0)))]
+    assert promise_lines(summarize(kept, curves=None, longest=4, context=10)) == []
+    assert len(short_lines(summarize(kept, curves=None, longest=4, context=10))) == 3
 
 
 def test_sums_of_trees():
@@ -184,7 +236,7 @@ def test_sums_of_trees():
     # Of the chain: its first token passed in three rounds of four, and its second in one of these three.
     assert summary.positions == {"self": [Position(4, 3), Position(3, 1)]}
     assert summary_lines(summary)[0].endswith("8 of 20 draft tokens accepted (0.400), 4 of 12 beside the chain.")
-    table = make_table(TREES, Pieces(decode, 9))
+    table = make_table(TREES, Pieces(decode, 9), whole=True)
     columns = {column.header: list(column.cells) for column in table.columns}
     assert columns["accepted"] == ["2/5", "2/5", "1/5", "3/5"]
     assert columns["branches"] == ["3"] * 4

@@ -126,7 +126,8 @@ _DRAFTING = (
 
 @click.command(
     cls=GroupedCommand,
-    first="host port model_name api_keys drafter num_speculative_tokens max_num_seqs max_model_len num_threads log_format",
+    first="host port model_name api_keys drafter num_speculative_tokens max_num_seqs max_model_len num_threads "
+    "log_format",
 )
 @click.argument("bundle", type=click.Path(path_type=Path))
 @under("Server", *_ADDRESS, *_LOOK)
