@@ -1,6 +1,7 @@
 """Hatchling's hook: compiles the operators of ``runtime/operators`` into the wheel, which is one for every Python."""
 
 import importlib.util
+import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -8,12 +9,17 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+OLDEST = (3, 11)
+
 
 class OperatorsHook(BuildHookInterface):  # type: ignore[type-arg]
     """A wheel has the library of its platform; an editable installation has it beside the sources."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and name what was made. ``version`` is "standard" or "editable"."""
+        if sys.version_info[:2] < OLDEST:  # pip asks for a wheel before it reads `requires-python`
+            wanted, found = (".".join(map(str, version)) for version in (OLDEST, sys.version_info[:2]))
+            self.app.abort(f"specexport needs Python {wanted} or newer, and this is {found}.")
         build = _builder(Path(self.root))
         try:
             target = build.wanted_target()

@@ -12,20 +12,24 @@ runs before anything is installed.
     .venv/bin/python tools/install.py export,cpu --torch-cuda   # keep the index's own build
 """
 
+from __future__ import annotations  # so that an old Python reads this file, and says that it is one
+
 import argparse
 import ast
 import importlib.metadata
 import json
+import operator
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+OLDEST = (3, 11)
 TORCH = "torch==2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # Below this version a dry run downloads whole wheels where their metadata would do.
@@ -97,30 +101,26 @@ def _evaluate(node: ast.expr, environment: Mapping[str, str]) -> bool:
     if not isinstance(node, ast.Compare) or len(node.ops) != 1:
         raise ValueError("not a marker")
     left, right = _text(node.left, environment), _text(node.comparators[0], environment)
-    match node.ops[0]:
-        case ast.In():
-            return left in right
-        case ast.NotIn():
-            return left not in right
-        case ast.Eq():
-            return left == right
-        case ast.NotEq():
-            return left != right
-        case order:
-            return _compare(_release(left), _release(right), order)
-
-
-def _compare(left: tuple[int, ...], right: tuple[int, ...], order: ast.cmpop) -> bool:
-    match order:
-        case ast.Lt():
-            return left < right
-        case ast.LtE():
-            return left <= right
-        case ast.Gt():
-            return left > right
-        case ast.GtE():
-            return left >= right
+    kind = type(node.ops[0])
+    if kind in _OF_TEXTS:
+        return _OF_TEXTS[kind](left, right)
+    if kind in _OF_VERSIONS:
+        return _OF_VERSIONS[kind](_release(left), _release(right))
     raise ValueError("not a marker")
+
+
+_OF_TEXTS: Mapping[type, Callable[[str, str], bool]] = {
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_OF_VERSIONS: Mapping[type, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 
 
 def _text(node: ast.expr, environment: Mapping[str, str]) -> str:
@@ -204,6 +204,9 @@ def main() -> None:
     parser.add_argument("--torch-cuda", action="store_true", default=bool(os.environ.get("SPECEXPORT_TORCH_CUDA")))
     parser.add_argument("--dry-run", action="store_true", help="print the decision and change nothing")
     options = parser.parse_args()
+    if sys.version_info[:2] < OLDEST:
+        wanted, found = (".".join(map(str, version)) for version in (OLDEST, sys.version_info[:2]))
+        parser.error(f"specexport needs Python {wanted} or newer, and this is {found}; nothing was installed")
     if sys.prefix == sys.base_prefix and not options.dry_run:
         parser.error("run this with a virtual environment's python, for example .venv/bin/python")
     started = time.monotonic()

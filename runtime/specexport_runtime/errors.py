@@ -122,14 +122,19 @@ MORE_MEMORY = "end other programs, raise the limit (`ulimit -v`), or take a smal
 def pip_install(*extras: str) -> str:
     """A hint: how to install extras of specexport, which is on no package index.
 
-    From a clone that holds this file, its folder's command; elsewhere the commands for a clone and for a wheel.
+    From a clone that holds this file, its folder's command; elsewhere one for a clone and for a wheel.
     """
     from pathlib import Path
 
     wanted = f"[{','.join(extras)}]"
     if (Path(__file__).parents[2] / "pyproject.toml").is_file():
         return f"pip install -e '.{wanted}' in the clone of specexport."
-    return f"pip install '.{wanted}' in a clone of specexport, or 'WHEEL{wanted}' with the path of its wheel."
+    return f"pip install 'PATH{wanted}', PATH being specexport's clone or wheel."
+
+
+def not_installed(names: list[str]) -> str:
+    """``onnx, which is not installed``, for one package or several."""
+    return f"{', '.join(names)}, which {'is' if len(names) == 1 else 'are'} not installed"
 
 
 def write_fault(error: OSError) -> tuple[str, str] | None:

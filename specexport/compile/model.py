@@ -34,7 +34,13 @@ from specexport.recipe import KEEP, BuildRecipe, model_dtype, resolve_recipe, ro
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.entry import DroppedLayer, Rope, WeightFormat
 from specexport_runtime.bundle.quant_kinds import INT8, KINDS
-from specexport_runtime.errors import CheckpointError, MissingDependencyError, UnsupportedModelError, pip_install
+from specexport_runtime.errors import (
+    CheckpointError,
+    MissingDependencyError,
+    UnsupportedModelError,
+    not_installed,
+    pip_install,
+)
 from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array
 
 if TYPE_CHECKING:
@@ -383,7 +389,4 @@ def require_export_stack(backend: Backend | None = None) -> None:
     backend = backend or next(iter(BACKENDS.values()))
     missing = [name for name in (*_NEEDED, *backend.modules) if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingDependencyError(
-            f"building needs {', '.join(missing)}, which is not installed.",
-            pip_install("export", backend.extra),
-        )
+        raise MissingDependencyError(f"building needs {not_installed(missing)}.", pip_install("export", backend.extra))

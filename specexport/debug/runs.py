@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from specexport.debug.capture import Feeds
 from specexport.debug.graph import EngineGraph
-from specexport_runtime.errors import CheckFailedError, MissingDependencyError, pip_install
+from specexport_runtime.errors import CheckFailedError, MissingDependencyError, not_installed, pip_install
 
 Tensors = dict[str, npt.NDArray[Any]]
 
@@ -31,7 +31,7 @@ def require_polygraphy() -> None:
     missing = [name for name in ("polygraphy", "onnx", "onnx_ir", "onnxruntime") if find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
-            f"`specexport debug` needs {', '.join(missing)}, which is not installed.",
+            f"`specexport debug` needs {not_installed(missing)}.",
             pip_install("debug", "export", "cpu"),
         )
 

@@ -82,6 +82,7 @@ def test_a_conversation_is_saved_taken_up_again_and_changed(chat, tmp_path):
     assert messages_of(file) == both[:2]
     assert messages_of(other) == [{"role": "system", "content": "Be brief."}, *both[:2]]
     assert "2 turns loaded" in result.stderr
+    assert "the last turn is forgotten; 1 turn left\n" in result.stderr
     assert "Be brief.\n" in result.stderr
     assert result.stdout == ""
     result = chat(f"/load {other}", "/system off", SAID[1], f"/save {again}", "/retry", "/reset", f"/save {other}")
@@ -96,6 +97,7 @@ def test_a_message_without_an_answer_waits_for_retry(chat, tmp_path):
     result = chat(f"/load {file}", "/retry", f"/save {saved}")
     assert "/retry sends it" in result.stderr
     assert messages_of(saved)[0] == {"role": "user", "content": SAID[0]}
+    assert "the message without an answer is forgotten; 0 turns left\n" in chat(f"/load {file}", "/undo").stderr
     assert result.stdout == f"{messages_of(saved)[1]['content']}\n"
     assert chat(SAID[0]).stdout == result.stdout
 
@@ -126,6 +128,8 @@ def test_stats_help_and_exit(chat):
     assert found["of these known from before"][0] == found["of these known from before"][1] != "0"
     assert 0 < float(found["acceptance rate"][0]) <= 1
     assert float(found["tokens a round"][1]) > 1
+    for name in ("prompt included", "behind the first"):
+        assert all(float(speed) > 0 for speed in found[f"tokens/s, {name}"])
     assert "/trim" in result.stderr
     assert chat("/exit", SAID[0]).stdout == ""  # what follows is left unsaid
 

@@ -1,8 +1,10 @@
+import ast
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -86,9 +88,9 @@ def test_hints_install_from_where_the_package_came(monkeypatch: pytest.MonkeyPat
     """A clone has its command; a copy in site-packages may be of a clone or of a wheel."""
     assert errors.pip_install("cpu", "serve") == "pip install -e '.[cpu,serve]' in the clone of specexport."
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "specexport_runtime" / "errors.py"))
-    assert errors.pip_install("cuda") == (
-        "pip install '.[cuda]' in a clone of specexport, or 'WHEEL[cuda]' with the path of its wheel."
-    )
+    assert errors.pip_install("cuda") == "pip install 'PATH[cuda]', PATH being specexport's clone or wheel."
+    said = [errors.not_installed(names) for names in (["torch"], ["torch", "onnx"])]
+    assert said == ["torch, which is not installed", "torch, onnx, which are not installed"]
 
 
 def test_pinned_torch_lies_in_the_declared_range(install: ModuleType) -> None:
@@ -96,6 +98,26 @@ def test_pinned_torch_lies_in_the_declared_range(install: ModuleType) -> None:
     declared = next(r for r in map(Requirement, extras["export"]) if r.name == "torch")
     pinned = next(iter(Requirement(install.TORCH).specifier)).version
     assert declared.specifier.contains(pinned)
+
+
+def test_an_old_python_is_told_so_first(install: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    source = (ROOT / "tools" / "install.py").read_text()
+    ast.parse(source, feature_version=(3, 8))
+    monkeypatch.setattr(install, "OLDEST", (3, 99))
+    monkeypatch.setattr(sys, "argv", ["install.py", "cpu"])
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    monkeypatch.setattr(subprocess, "run", None)
+    with pytest.raises(SystemExit) as ended:
+        install.main()
+    assert ended.value.code == 2
+    assert "specexport needs Python 3.99 or newer, and this is 3." in capsys.readouterr().err
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert pyproject["project"]["requires-python"] == ">=3.11"
+    assert "OLDEST = (3, 11)\n" in (ROOT / "hatch_build.py").read_text()
+    assert "OLDEST = (3, 11)\n" in source
+    zig = next(r for r in map(Requirement, pyproject["build-system"]["requires"]) if r.name == "ziglang")
+    assert zig.marker is not None
+    assert [zig.marker.evaluate({**LINUX, "python_version": version}) for version in ("3.10", "3.11")] == [False, True]
 
 
 def test_refuses_to_install_outside_a_virtual_environment() -> None:

@@ -84,8 +84,11 @@ class Commands:
             click.echo(describe_tallies(session.last, session.total), err=True)
 
     def _undo(self, _: str) -> None:
-        if not self._session.undo():
+        session = self._session
+        what = "the last turn is" if session.unsent is None else "the message without an answer is"
+        if not session.undo():
             raise InvalidRequestError("nothing was said yet.", "say something.")
+        session.note(f"{what} forgotten; {_turns(session.conversation.num_turns)} left")
 
     def _trim(self, argument: str) -> None:
         try:

@@ -74,11 +74,14 @@ def _rows(tally: Tally) -> list[tuple[str, str]]:
     def ratio(top: float, bottom: float, form: str) -> str:
         return format(top / bottom, form) if bottom else "-"
 
+    decode = tally.seconds - tally.first_token
     return [
         ("prompt tokens", str(tally.prompt)),
         ("  of these known from before", str(tally.cached)),
         ("generated tokens", str(tally.generated)),
         ("tokens/s, prompt included", ratio(tally.generated, tally.seconds, ".1f")),
+        # The first token of each answer comes with its prompt.
+        ("tokens/s, behind the first", ratio(tally.generated - tally.answers, decode, ".1f")),
         ("seconds to the first token", ratio(tally.first_token, tally.answers, ".3f")),
         ("acceptance rate", ratio(tally.accepted, tally.drafted, ".3f")),
         ("tokens a round", ratio(tally.generated, tally.rounds, ".2f")),
