@@ -185,12 +185,13 @@ def describe(manifest: Manifest, layers: DraftLayers | None = None, *, files_che
     yield f"{manifest.name}: {len(manifest.files)} files, {_size(total)}{state}"
     yield f"  schema {manifest.schema_version}, ABI {manifest.abi_version}, build {manifest.build_key[:16]}"
     slack = kv_slack(manifest.lookahead)
-    yield f"  lookahead K up to {manifest.lookahead}, max_model_len {manifest.max_model_len} (+{slack} cache slack)"
+    room = f"max_model_len {manifest.max_model_len} (+{slack} cache entries for drafts)"
+    yield f"  lookahead K up to {manifest.lookahead}, {room}"
     tokens = "" if manifest.max_num_tokens is None else f", {manifest.max_num_tokens} tokens a step"
     yield f"  defaults for loading: {manifest.default_num_seqs} sequences at a time{tokens}"
     vocabulary = manifest.vocabulary
     ends = ", ".join(map(str, vocabulary.eos_token_ids)) or "none"
-    yield f"  vocabulary: {vocabulary.size} draftable ids, bos {vocabulary.bos_token_id}, eos {ends}"
+    yield f"  vocabulary: {vocabulary.size} tokens that may be drafted, bos {vocabulary.bos_token_id}, eos {ends}"
     for role, entry in sorted(manifest.models.items(), key=lambda item: item[0] != "target"):
         yield from _describe_model(manifest, role, entry)
         if role == "target" and layers is not None:

@@ -149,14 +149,14 @@ class EngineOptions:
     )
     enable_prefix_caching: bool = _option(
         True,
-        "Go on from what cache rows have of a prompt.",
-        "Rows keep the texts of requests that ended, which are not read again. On a CPU no bit changes.",
+        "Do not read the part of a prompt again that an earlier text began with.",
+        "Cache rows keep the texts of requests that ended. On a CPU no bit changes.",
         use=Use.ANY,
     )
     prefix_rows: int = _option(
         0,
-        "Cache rows that keep prefixes beside those of the sequences that are decoded.",
-        "Each costs a row's memory.",
+        "Earlier texts kept in memory of their own, beside those of the sequences that are decoded.",
+        "Each costs the memory of a sequence: a cache row.",
         use=Use.BATCH,
         check=_within(0, MAX_NUM_SEQS),
     )

@@ -179,7 +179,7 @@ def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list
 
 def _count_line(summary: Summary) -> str:
     rate = f" ({summary.accepted / summary.drafted:.3f})" if summary.drafted else ""
-    beside = f", {summary.accepted_branches} of {summary.branches} beside the chain" if summary.branches else ""
+    beside = f", {summary.accepted_branches} of {summary.branches} on branches" if summary.branches else ""
     return (
         f"{summary.tokens} tokens in {summary.rounds} rounds; {summary.accepted} of {summary.drafted} draft tokens "
         f"accepted{rate}{beside}."

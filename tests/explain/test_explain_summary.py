@@ -235,7 +235,7 @@ def test_sums_of_trees():
     assert (summary.drafted, summary.accepted, summary.branches, summary.accepted_branches) == (20, 8, 12, 4)
     # Of the chain: its first token passed in three rounds of four, and its second in one of these three.
     assert summary.positions == {"self": [Position(4, 3), Position(3, 1)]}
-    assert summary_lines(summary)[0].endswith("8 of 20 draft tokens accepted (0.400), 4 of 12 beside the chain.")
+    assert summary_lines(summary)[0].endswith("8 of 20 draft tokens accepted (0.400), 4 of 12 on branches.")
     table = make_table(TREES, Pieces(decode, 9), whole=True)
     columns = {column.header: list(column.cells) for column in table.columns}
     assert columns["accepted"] == ["2/5", "2/5", "1/5", "3/5"]

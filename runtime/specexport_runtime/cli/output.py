@@ -149,7 +149,7 @@ def print_stats(stats: dict[str, Any]) -> None:
     def number(key: str, form: str) -> str:
         return "-" if stats[key] is None else format(stats[key], form)
 
-    branches = f", beside the chain {stats['accepted_branches']} of {stats['branches']}" if stats["branches"] else ""
+    branches = f", on branches {stats['accepted_branches']} of {stats['branches']}" if stats["branches"] else ""
     click.echo(
         f"{stats['num_generated_tokens']} tokens in {stats['rounds']} rounds, "
         f"{number('tokens_per_second', '.1f')} tokens/s, first after {number('time_to_first_token_s', '.3f')} s; "
