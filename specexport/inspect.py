@@ -155,6 +155,8 @@ def brief(manifest: Manifest, layers: DraftLayers | None = None, *, files_checke
     names = ", ".join(name for name, kind in DRAFTERS.items() if kind.obstacle(offer) is None)
     shape = "chains or trees" if target.takes_trees else "chains, no trees"
     yield f"{'drafters:':<11} {names}; up to K={manifest.lookahead} tokens a round, {shape}"
+    if layers is not None:
+        yield f"{'':<11} {layers.describe()}"
     yield f"{'chat:':<11} {'has a' if CHAT_TEMPLATE_NAME in manifest.files else 'has no'} chat template"
     tools = ", ".join(f"{name} {manifest.tools[name]}" for name in _BUILDERS if name in manifest.tools)
     yield f"{'built by:':<11} {tools}"
