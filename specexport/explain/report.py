@@ -130,17 +130,17 @@ def end_line(finish_reason: str, tokens: int, most: int) -> list[str]:
 
 
 def promise_lines(summary: Summary) -> list[str]:
-    """Which promises were far from what was real: choices by them were guesses."""
-    lines = []
-    for way in summary.ways:
-        ratio = way.real / way.promised if way.real and way.promised else 1.0
-        if not 1 / FAR < ratio < FAR:
-            name = way.drafter or "Plain decoding"
-            lines.append(
-                f"{name} promised {way.promised:.1f} tokens/s and gave {way.real:.1f}: what was chosen by it is a "
-                "guess. A busy machine does that, or steps that were not timed often enough yet."
-            )
-    return lines
+    """Which promises were far from what was real; what was chosen by them was a guess, unless all are off alike."""
+    ratios = {way: way.real / way.promised for way in summary.ways if way.real and way.promised}
+    low, high = min(ratios.values(), default=1.0), max(ratios.values(), default=1.0)
+    if len(ratios) > 1 and high < 1 / FAR and high < 2 * low:
+        return [f"Every way gave {low:.2f} to {high:.2f} of what it promised: the machine is busy. Choices hold."]
+    return [
+        f"{way.drafter or 'Plain decoding'} promised {way.promised:.1f} tokens/s and gave {way.real:.1f}: what was "
+        "chosen by it is a guess, until more steps were timed."
+        for way, ratio in ratios.items()
+        if not 1 / FAR < ratio < FAR
+    ]
 
 
 def short_lines(summary: Summary) -> list[str]:

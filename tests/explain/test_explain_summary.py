@@ -225,6 +225,10 @@ def test_it_says_why_a_text_is_short_and_which_promises_were_not_kept():
     model, *_, plain = promise_lines(summarize(WEIGHED, curves=None, longest=4, context=10))
     assert model.startswith("draft-model promised 250.0 tokens/s and gave 666.7:")
     assert plain.startswith("Plain decoding promised 100.0 tokens/s and gave 333.3:")
+    busy = summarize([r._replace(milliseconds=60.0) for r in WEIGHED], curves=None, longest=4, context=10)
+    assert promise_lines(busy) == [
+        "Every way gave 0.13 to 0.17 of what it promised: the machine is busy. Choices hold."
+    ]
     kept = [make_round([1, 2], 2, drafter="draft-model", promised=(PLAIN, MODEL._replace(tokens_per_second=900.0)))]
     assert promise_lines(summarize(kept, curves=None, longest=4, context=10)) == []
     assert len(short_lines(summarize(kept, curves=None, longest=4, context=10))) == 3
