@@ -1,7 +1,7 @@
 """Tracing with its safety net: the packed model, run eagerly, against the model's own attention."""
 
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from specexport.trace.geometry import ModelCalls, probe_layers
 from specexport.trace.layer_kinds import LayerKinds, LayerWatch
 from specexport.trace.layers import FeatureRequest
 from specexport.trace.refuse import check_config, refuse
+from specexport.trace.unroll import calls_of, only
 from specexport_runtime.abi import STATE_STEPS, STEP_INPUTS, state_shapes
 from specexport_runtime.errors import SpecexportError
 
@@ -75,31 +76,30 @@ def reference_logits(checkpoint: Checkpoint, sequences: list[list[int]]) -> list
 def check_packed(model: Any, calls: ModelCalls) -> LayerKinds | str:
     """Run two ragged packed steps and compare every logit with the eager model's; UnsupportedModelError if not.
 
-    Returns what was seen of the layers meanwhile, or why they cannot be told apart.
+    Where layers are of a kind, the others of it hand their input on meanwhile: what is wrong with one shows in two.
+
+    Returns:
+        the kinds of the layers, or why they cannot be told apart.
     """
     vocab = model.config.get_text_config().vocab_size
     sequences = [[(37 * row + 11 * i + 5) % vocab for i in range(length)] for row, length in enumerate(_SEQUENCES)]
+    kept = _empty_caches(model, calls)
+    watch = LayerWatch(model, kept, 2 * len(calls.attention))
+    with watch.installed():
+        next(_packed_steps(model, calls, sequences, kept))
+    kinds = watch.result()
+    if isinstance(kinds, str):
+        _compare(model, calls, sequences)
+        return kinds
+    few = kinds.traced()
+    with only(kinds, few):
+        _compare(model, calls_of(calls, kinds, few), sequences)
+    return kinds
+
+
+def _compare(model: Any, calls: ModelCalls, sequences: list[list[int]]) -> None:
     expected = eager_logits(model, sequences)
-    kept: list[Tensor] = []
-    for call in calls.attention:
-        heads, k_dim, v_dim = call.geometry
-        kept += [torch.zeros(2, 1, heads, max(_SEQUENCES), dim, dtype=model.dtype) for dim in (k_dim, v_dim)]
-    kept += empty_states(calls, 2)
-    starts, watch = (0, 0), LayerWatch(model, kept, 2 * len(calls.attention))
-    for ends in (_FIRST_STEP, _SEQUENCES):
-        spans = list(zip(starts, ends, strict=True))
-        tokens = [token for ids, (start, end) in zip(sequences, spans, strict=True) for token in ids[start:end]]
-        with nullcontext() if any(starts) else watch.installed():
-            logits, kept = packed_step(
-                model,
-                calls,
-                tokens=tokens,
-                positions=[position for start, end in spans for position in range(start, end)],
-                kv_lens=starts,
-                counts=[end - start for start, end in spans],
-                kept=kept,
-                logit_rows=range(len(tokens)),
-            )
+    for (starts, ends), logits in _packed_steps(model, calls, sequences, _empty_caches(model, calls)):
         wanted = np.concatenate([expected[row][starts[row] : ends[row]] for row in range(2)])
         error, scale = float(np.abs(logits - wanted).max()), max(1.0, float(np.abs(wanted).max()))
         if not error <= TOLERANCE[model.dtype] * scale:
@@ -108,8 +108,37 @@ def check_packed(model: Any, calls: ModelCalls) -> LayerKinds | str:
                 "attention and the recurrences that are known, or numbers them itself"
             )
             raise refuse(model, reason + _by_states(calls))
+
+
+def _packed_steps(
+    model: Any, calls: ModelCalls, sequences: list[list[int]], kept: list[Tensor]
+) -> Iterator[tuple[tuple[tuple[int, ...], tuple[int, ...]], npt.NDArray[np.float32]]]:
+    """Where two ragged steps begin and end in each sequence, and their logits [T, V]."""
+    starts = (0, 0)
+    for ends in (_FIRST_STEP, _SEQUENCES):
+        spans = list(zip(starts, ends, strict=True))
+        tokens = [token for ids, (start, end) in zip(sequences, spans, strict=True) for token in ids[start:end]]
+        logits, kept = packed_step(
+            model,
+            calls,
+            tokens=tokens,
+            positions=[position for start, end in spans for position in range(start, end)],
+            kv_lens=starts,
+            counts=[end - start for start, end in spans],
+            kept=kept,
+            logit_rows=range(len(tokens)),
+        )
+        yield (starts, ends), logits
         starts = ends
-    return watch.result()
+
+
+def _empty_caches(model: Any, calls: ModelCalls) -> list[Tensor]:
+    """What two rows keep before their first token, for :func:`packed_step`."""
+    kept: list[Tensor] = []
+    for call in calls.attention:
+        heads, k_dim, v_dim = call.geometry
+        kept += [torch.zeros(2, 1, heads, max(_SEQUENCES), dim, dtype=model.dtype) for dim in (k_dim, v_dim)]
+    return kept + empty_states(calls, 2)
 
 
 def _by_states(calls: ModelCalls) -> str:
