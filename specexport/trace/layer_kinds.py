@@ -49,7 +49,8 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
 
     def __init__(self, model: Any, kept: Sequence[Tensor], num_caches: int) -> None:
         super().__init__()
-        self._layers, self._path, self._trouble = _layer_list(model)
+        self._layers, self._path = _layer_list(model)
+        self._trouble: str | None = None if self._path else "its layers are in no list"
         self._kept = {id(each): (ATTENTION if i < num_caches else RECURRENCE, i) for i, each in enumerate(kept)}
         self._owners = _owners(model, self._path)
         self._outside: dict[int, int] = {}  # numbers of values that no layer made, by identity
@@ -175,18 +176,13 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
         return ("outside", self._outside[key])
 
 
-def _layer_list(model: Any) -> tuple[Any, str, str | None]:
-    """The list of all decoder layers, and its name; an empty one and a reason where it is not known."""
-    size = model.config.get_text_config().num_hidden_layers
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == size
-    ]
-    found = [each for each in found if not any(each[0].startswith(f"{other}.") for other, _ in found)]  # of experts
-    if len(found) != 1:
-        return (), "", f"its {size} layers are in {len(found)} lists of modules, not in one"
-    return found[0][1], found[0][0], None
+def _layer_list(model: Any) -> tuple[Any, str]:
+    """The list of modules with the most weights, which is that of the layers, and its name; an empty one if none is."""
+    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, torch.nn.ModuleList)]
+    outer = [each for each in lists if not any(each[0].startswith(f"{other}.") for other, _ in lists)]
+    sizes = {name: sum(weight.numel() for weight in each.parameters()) for name, each in outer}
+    name, layers = max(outer, key=lambda each: sizes[each[0]], default=("", ()))
+    return layers, name
 
 
 def _owners(model: Any, path: str) -> dict[int, tuple[int | None, str]]:
