@@ -20,6 +20,7 @@ from specexport.backends.registry import find_backend
 from specexport.compile.built import EngineCheck
 from specexport.compile.check_parts import PartedExecutor, is_large
 from specexport.compile.closeness import Closeness, measure_closeness
+from specexport.compile.tokenizer import load_tokenizer
 from specexport.recipe import BuildRecipe
 from specexport.rounding import logit_tolerance
 from specexport_runtime.bundle.entry import ModelEntry
@@ -69,10 +70,8 @@ def check_sequences(vocab_size: int) -> list[Int64Array]:
 
 def text_sequences(tokenizer_json: bytes, vocab_size: int, max_positions: int | None = None) -> list[Int64Array]:
     """Two token sequences, code and prose, for rounded engines; random tokens where a vocabulary lacks texts."""
-    from tokenizers import Tokenizer
-
     lengths = [min(length, max_positions or length) for length in TEXT_LENS]
-    tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    tokenizer = load_tokenizer(tokenizer_json)
     found = [tokenizer.encode(text).ids[:length] for text, length in zip(TEXTS, lengths, strict=True)]
     if [len(ids) for ids in found] != lengths or max(map(max, found)) >= vocab_size:
         return _any_tokens(vocab_size, lengths)
@@ -87,9 +86,7 @@ def text_perplexity(
     Engine and eager model read the weights in the same way, so their logits agree even where that way is wrong: this
     number shows it.
     """
-    from tokenizers import Tokenizer
-
-    tokenizer, losses = Tokenizer.from_buffer(tokenizer_json), []
+    tokenizer, losses = load_tokenizer(tokenizer_json), []
     for text, ids, logits in zip(TEXTS, sequences, references, strict=True):
         if tokenizer.encode(text).ids[: len(ids)] != ids.tolist():
             return None

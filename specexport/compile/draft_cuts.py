@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from specexport.compile.tokenizer import load_tokenizer
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.cli.prompts import json_lines, read_text
 from specexport_runtime.errors import InvalidRequestError, RecipeError, UnsupportedModelError
@@ -65,9 +66,7 @@ def cut_pieces(
     A piece begins with the token that the tokenizer puts before a text. Tokens without a row are left out. Raises
     RecipeError if no token is left, and UnsupportedModelError if the model can read none.
     """
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    tokenizer = load_tokenizer(tokenizer_json)
     first = tokenizer.encode("").ids[:1]
     ids = np.concatenate(list(tokenize(texts, tokenizer)))
     ids = ids[ids < vocab_size]
@@ -192,10 +191,8 @@ def rank_head_ids(
     Ahead of them are the ids that must stay: ``keep``, ``cut.ends``, and those of the ``special_tokens``, texts of
     named tokens. Raises RecipeError if N is beyond V, or too small for what must stay.
     """
-    from tokenizers import Tokenizer
-
     check_head_size(cut.size, vocab_size)
-    tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    tokenizer = load_tokenizer(tokenizer_json)
     named = [token for text in special_tokens if (token := tokenizer.token_to_id(text)) is not None]
     kept = np.array(sorted({token for token in (*keep, *cut.ends, *named) if 0 <= token < vocab_size}), np.int64)
     if len(kept) > cut.size:

@@ -1,12 +1,14 @@
 """Which form of a draft promises most: 4 bits, 8 bits or the weights as they are, and how large an LM head.
 
 The target writes some texts, and a draft of each form reads them (``draft_guesses``). What steps cost follows from
-sizes, for one kind of machine, and never from a clock: the same build makes the same bundle everywhere.
+sizes, for one kind of machine, and never from a clock: the same build makes the same bundle everywhere. The texts are
+few at first, and all that are to be had only where these leave a doubt (``draft_promise``).
 """
 
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,27 +16,23 @@ import numpy as np
 
 from specexport.compile.built import BuiltModel
 from specexport.compile.draft_cuts import HeadCut
-from specexport.compile.draft_guesses import count_right, held_out, write_texts
+from specexport.compile.draft_guesses import Text, guess_texts, held_out, write_texts
+from specexport.compile.draft_promise import MARGIN, Priced, is_sure, pick
 from specexport.compile.token_map import Shared
 from specexport.progress import StageClock
 from specexport.recipe import KEEP
 from specexport_runtime.bundle.entry import FormTrial, ModelEntry, TriedForm
 from specexport_runtime.bundle.quant_kinds import rounding_kinds
-from specexport_runtime.costs.curves import StepCost
-from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
+from specexport_runtime.bundle.token_map import TokenMap
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Int32Array
+from specexport_runtime.executors.base import BoolArray, Int32Array
 
 LEAST_BYTES = 32 << 20
 """Of a draft's checkpoint: a step of a smaller one is mostly what its layers cost whatever they hold."""
 HEAD_SIZES = (65536, 32768, 16384, 8192)
 """LM heads that are tried, where the vocabulary has twice as many tokens."""
-MARGIN = 0.03
-"""A form must promise so much more than a simpler one: a few hundred tokens tell no less."""
 _SMALLER = 0.8
 """A form is tried if its weights take so much of the next simpler one's: it guesses no better."""
-_KERNELS = "avx512vnni"
-"""What steps are priced for, whatever this machine has."""
 
 
 class DraftForm(NamedTuple):
@@ -64,7 +62,7 @@ class HeadSizes(NamedTuple):
 
     def cut(self, entry: ModelEntry, size: int) -> ModelEntry:
         """What the entry of a form with the whole head would cost with ``size`` tokens: a tied table stays beside."""
-        stored, before = entry.engine.packed_bytes or (self.step_parameters, self.step_parameters)
+        stored, before = entry.engine.packed_bytes or (4 * self.step_parameters,) * 2
         each = self.kept_bytes if entry.quantize == KEEP and self.kept_bytes is not None else 4 * stored / before
         more = (size if self.tied else size - self.rows) * self.width
         gone = (self.rows - size) * self.width
@@ -135,73 +133,95 @@ class FormChoice(NamedTuple):
     ) -> tuple[Chosen, Path, FormTrial]:
         """The chosen form, where it is, and what was tried: heads first, then other weights with the best of them."""
         trial, sizes = self.trial, self.sizes
-        target, (form, entry), tried = trial.target, simplest, list[TriedForm]()
+        target, (form, entry), obstacle = trial.target, simplest, None
         assert target is not None  # noqa: S101 - it is built first
         counted, prompts = held_out(trial.texts) if trial.own_texts else (trial.texts, ())
         tokens = None if trial.shared is None else trial.shared.tokens
         num_ids = sizes.rows if tokens is None else target.entry.vocab_size
-        texts = write_texts(trial.folder, target, prompts, num_ids=num_ids)
-        count = sum(len(text.written) for text in texts)
-
-        def add(found: ModelEntry, size: int, right: int) -> None:
-            costs = prior_costs({"target": target.entry, "draft": found}, kernels=_KERNELS)
-            step, accepted = costs.drafters[DRAFTER_OF["draft"]], right / count
-            price = step.seconds(1, 1) / costs.target.seconds(1, 1)
-            speed = promised_speed(accepted, costs.target, step, trial.lookahead)
-            tried.append(TriedForm(found.quantize, size, accepted, price, speed))
 
         def heads_of(among: tuple[str, ...], wanted: Sequence[int]) -> dict[int, Int32Array]:
             ranked = self.rank(HeadCut(min(wanted), among, target.eos_token_ids)) if wanted else ()
             return {size: np.sort(ranked[:size]) for size in wanted}
 
+        def price(found: ModelEntry, size: int) -> Priced:
+            return Priced(found, size, target.entry, trial.lookahead)
+
         heads = heads_of(counted, [size for size in HEAD_SIZES if trial.cuts and 2 * size <= sizes.rows])
-        rights = count_right(folder, entry, texts, form.head_ids, [None, *heads.values()], tokens)
-        add(entry, entry.lm_head_rows, rights[0])
-        for size, right in zip(heads, rights[1:], strict=True):
-            add(sizes.cut(entry, size), size, right)
-        best = pick(tried)
-        ids = heads.get(best.lm_head_rows, form.head_ids)
-        if best.lm_head_rows in heads and counted != trial.texts:
-            ids = heads_of(trial.texts, [best.lm_head_rows])[best.lm_head_rows]
-        built = {tried[0][:2]: (simplest, folder)}
+        forms = [price(entry, entry.lm_head_rows), *(price(sizes.cut(entry, size), size) for size in heads)]
+        readings = _Readings(partial(write_texts, trial.folder, target, prompts, num_ids=num_ids), tokens)
+        readings.add(forms, _Reader(folder, simplest, (None, *heads.values())))
+        best = pick(readings.settle())
+        built = {(entry.quantize, entry.lm_head_rows): (simplest, folder)}
 
-        def build(quantize: str | None, *, last: bool = False) -> ModelEntry:
-            place, other = folder / (quantize or "float"), DraftForm(quantize, ids)
-            made = make(other, place, StageClock(None, 0), last=last)
-            built[quantize, best.lm_head_rows] = Chosen(other, made), place
-            return made
+        def build(quantize: str | None, size: int, *, last: bool = False) -> Chosen:
+            place, ids = folder / (quantize or "float"), heads.get(size, form.head_ids)
+            if size in heads and counted != trial.texts:
+                ids = heads_of(trial.texts, [size])[size]
+            other = DraftForm(quantize, ids)
+            chosen = Chosen(other, make(other, place, StageClock(None, 0), last=last))
+            built[quantize, size] = chosen, place
+            return chosen
 
-        obstacle = None
+        size = best.lm_head_rows
+        base = next(each for each in forms if each.size == size)
         for name in self.others:
+            if base.rounded(name).speed(best.accepted) <= (1 + MARGIN) * pick(readings.tried()).speed:
+                obstacle = f"{name}: steps would be so little cheaper that it cannot promise more."
+                continue
             try:
-                made = build(name)
-                (right,) = count_right(folder / name, made, texts, ids, [heads.get(best.lm_head_rows)], tokens)
+                made = build(name, size)
+                readings.add([price(made.entry, size)], _Reader(folder / name, made, (heads.get(size),)))
             except SpecexportError as error:  # a model of which this form cannot be had
                 obstacle = error.message
-            else:
-                add(made, best.lm_head_rows, right)
+        tried = readings.settle()
         winner = pick(tried)
         if winner[:2] not in built:
-            build(winner.quantize, last=True)
-        return *built[winner[:2]], FormTrial(count, tuple(tried), obstacle)
+            build(*winner[:2], last=True)
+        return *built[winner[:2]], FormTrial(readings.num_tokens, tuple(tried), obstacle)
 
 
-def pick(tried: Sequence[TriedForm]) -> TriedForm:
-    """The form to build: the simplest first, and each other one only if it promises clearly more."""
-    best = tried[0]
-    for form in tried[1:]:
-        if form.speed > (1 + MARGIN) * best.speed:
-            best = form
-    return best
+class _Reader(NamedTuple):
+    """An engine that guesses."""
+
+    folder: Path
+    built: Chosen
+    heads: tuple[Int32Array | None, ...]  # ids of its LM head in each form that it stands for; None for all it has
+
+    def guess(self, texts: Sequence[Text], tokens: TokenMap | None) -> BoolArray:
+        return guess_texts(self.folder, self.built.entry, texts, self.built.form.head_ids, self.heads, tokens)
 
 
-def promised_speed(accepted: float, target: StepCost, draft: StepCost, lookahead: int) -> float:
-    """Tokens a second over plain decoding's at the best K of ``lookahead``, if ``accepted`` is the chance."""
-    plain, step, best, expected = target.seconds(1, 1), draft.seconds(1, 1), 1.0, 1.0
-    for k in range(1, lookahead + 1):
-        expected += accepted**k
-        best = max(best, expected * plain / (target.seconds(k + 1, 1) + k * step))
-    return best
+class _Readings:
+    """What forms guessed of the target's texts: of few, as long as these leave no doubt."""
+
+    def __init__(self, write: Callable[..., list[Text]], tokens: TokenMap | None) -> None:
+        self._write, self._tokens, self._few = write, tokens, True
+        self._texts = write(few=True)
+        self._forms: list[Priced] = []
+        self._readers: list[_Reader] = []
+        self._right: list[BoolArray] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that each form was to guess."""
+        return sum(len(text.written) for text in self._texts)
+
+    def add(self, forms: Sequence[Priced], reader: _Reader) -> None:
+        """Forms that an engine stands for, the simplest first."""
+        self._right += list(reader.guess(self._texts, self._tokens))
+        self._readers.append(reader)
+        self._forms += forms
+
+    def tried(self) -> list[TriedForm]:
+        """What is known of each form."""
+        return [form.tried(right) for form, right in zip(self._forms, self._right, strict=True)]
+
+    def settle(self) -> list[TriedForm]:
+        """The same, once all have read more texts if few left a doubt."""
+        if self._few and not is_sure(self._forms, np.stack(self._right)):
+            self._few, self._texts = False, self._write()
+            self._right = [right for reader in self._readers for right in reader.guess(self._texts, self._tokens)]
+        return self.tried()
 
 
 def describe_trial(entry: ModelEntry) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from tokenizers import Tokenizer
 from specexport.compile import draft_guesses, draft_trial, pipeline
 from specexport.compile.built import BuiltModel
 from specexport.compile.draft_cuts import read_counting_texts
-from specexport.compile.draft_guesses import Text, count_right, held_out, write_texts
-from specexport.compile.draft_trial import DraftTrial, pick, promised_speed
+from specexport.compile.draft_guesses import Text, guess_texts, held_out, write_texts
+from specexport.compile.draft_promise import MARGIN, Priced, is_sure, pick, promised_speed
+from specexport.compile.draft_trial import Chosen, DraftForm, DraftTrial, FormChoice, HeadSizes
 from specexport.compile.pipeline import BuildResult, build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME
@@ -89,16 +91,109 @@ def test_what_the_target_writes_and_who_guesses_it(tiny_bundle: Path) -> None:
     count = sum(len(text.written) for text in texts)
     head = np.arange(0, 320, 2, dtype=np.int32)
     inside = sum(token % 2 == 0 for text in texts for token in text.written)
-    assert count_right(tiny_bundle, target.entry, texts, None, [None, head]) == [count, inside]
+    right = guess_texts(tiny_bundle, target.entry, texts, None, [None, head])
+    assert right.sum(axis=1).tolist() == [count, inside]
     wrong = [Text(text.prompt, [(token + 1) % 320 for token in text.written[:1]]) for text in texts]
-    assert count_right(tiny_bundle, target.entry, wrong, None, [None]) == [0]
+    assert not guess_texts(tiny_bundle, target.entry, wrong, None, [None]).any()
 
 
 @pytest.fixture
 def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(pipeline, "LEAST_BYTES", 0)
     monkeypatch.setattr(draft_trial, "HEAD_SIZES", (150, 40))
+    monkeypatch.setattr(draft_trial, "MARGIN", -1.0)  # other weights are tried however little they promise
     return monkeypatch
+
+
+def _sized(entry: ModelEntry, step: float) -> ModelEntry:
+    """The entry of a model whose steps multiply with so many float parameters."""
+    engine = replace(entry.engine, packed_bytes=None)
+    return replace(entry, engine=engine, parameters=entry.parameters._replace(step=int(step)))
+
+
+def test_few_texts_choose_as_well_as_all(tiny_bundle: Path) -> None:
+    """Of drafts that are made up: how much slower than the best form the chosen one is."""
+    draws, models = np.random.default_rng(1), load_manifest(tiny_bundle).models
+    target = _sized(models["target"], 1.5e9)
+    lost: dict[str, list[float]] = {"few": [], "all": []}
+    num_sure = 0
+    for _ in range(400):
+        step, head = 1.5e9 * np.exp(draws.uniform(np.log(0.05), np.log(0.6))), draws.uniform(0.1, 0.5)
+        sizes = (65536, 28000, 14000, 7000, 3500)
+        parameters = [step * (1 - head * (1 - size / 65536)) for size in sizes]
+        forms = [
+            Priced(_sized(models["draft"], each), size, target, 8) for size, each in zip(sizes, parameters, strict=True)
+        ]
+        accepted = draws.uniform(0.4, 0.92)
+        kept = 1 - np.cumsum([0, *draws.uniform(0, 0.08, 4) * draws.uniform(0, 1.5)])
+        speeds = {form.size: form.speed(accepted * share) for form, share in zip(forms, kept, strict=True)}
+
+        def guess(count: int, accepted: float = accepted, kept: Any = kept) -> Any:
+            return (draws.random(count) < accepted) & (draws.random(count) < kept[:, None])
+
+        few, every = guess(72), guess(384)
+        sure = is_sure(forms, few)
+        num_sure += sure
+        for name, right in (("few", few if sure else every), ("all", every)):
+            chosen = pick([form.tried(own) for form, own in zip(forms, right, strict=True)])
+            lost[name].append(max(speeds.values()) / speeds[chosen.lm_head_rows] - 1)
+    most = {name: np.mean(np.array(each) > MARGIN) for name, each in lost.items()}
+    assert num_sure > 200
+    assert most["few"] < most["all"] + 0.02 < 0.1
+    assert np.mean(lost["few"]) < 0.01
+
+
+SHARES = {None: 0.6, 150: 0.6, 40: 0.4, "int8": 0.3}
+"""Of the tokens that are guessed: with each LM head, and with 8 bits."""
+
+
+@pytest.mark.parametrize(
+    ("step", "few", "every", "chosen", "looks"),
+    [
+        (3e8, SHARES, {}, (None, 150), [True]),
+        (3e8, SHARES | {40: 0.55}, SHARES, (None, 150), [True, False]),  # heads leave a doubt
+        (3e8, SHARES | {"int8": 0.4}, SHARES | {"int8": 0.6}, ("int8", 150), [True, False]),
+        # Then another head is the best, of which no engine was built.
+        (3e8, SHARES | {"int8": 0.4}, SHARES | {150: 0.4, 40: 0.6}, (None, 40), [True, False]),
+        (3e6, SHARES, {}, (None, None), [True]),  # nothing makes these steps much shorter
+    ],
+    ids=["sure", "heads", "int8", "last", "short"],
+)
+def test_when_more_texts_are_written(step, few, every, chosen, looks, tiny_bundle, tmp_path, monkeypatch):
+    wrote, made, target = list[bool](), list[Any](), _built(tiny_bundle, "target")
+    target = replace(target, entry=_sized(target.entry, 1.5e9))
+    entry = _sized(load_manifest(tiny_bundle).models["draft"], step)
+    sizes = HeadSizes(int(step), 2, 320, int(step) // 640, tied=False, kept_bytes=None)
+
+    def write(*_: Any, few: bool = False, **__: Any) -> list[Text]:
+        wrote.append(few)
+        return [Text([1], [2] * (72 if few else 384))]
+
+    def guess(_: Path, entry: ModelEntry, texts: list[Text], __: Any, heads: Any, ___: Any) -> Any:
+        count, shares = len(texts[0].written), few if wrote[-1] else every
+        names = [entry.quantize or (None if head is None else len(head)) for head in heads]
+        return np.array([np.arange(count) < shares[name] * count for name in names])
+
+    def make(form: DraftForm, place: Path, _: Any, *, last: bool) -> ModelEntry:
+        made.append((form.quantize, None if form.head_ids is None else len(form.head_ids), last))
+        place.mkdir()
+        built = entry if form.head_ids is None else sizes.cut(entry, len(form.head_ids))
+        packed = None if form.quantize else built.engine.packed_bytes
+        return replace(built, quantize=form.quantize, engine=replace(built.engine, packed_bytes=packed))
+
+    for name, value in (("HEAD_SIZES", (150, 40)), ("write_texts", write), ("guess_texts", guess)):
+        monkeypatch.setattr(draft_trial, name, value)
+    trial = DraftTrial(True, True, ("a",), False, 8, target, tiny_bundle)
+    choice = FormChoice(trial, ["int8"], sizes, lambda _: np.arange(320, dtype=np.int32))
+    form, found = choice.settle(Chosen(DraftForm(None, None), entry), tmp_path, make)
+    assert (form.quantize, None if form.head_ids is None else len(form.head_ids)) == chosen
+    assert wrote == looks
+    assert found.trial is not None
+    assert found.trial.num_tokens == (384 if False in looks else 72)
+    tried = [] if step < 1e7 else [("int8", 150)]
+    assert [each[:2] for each in found.trial.forms] == [(None, 300), (None, 150), (None, 40), *tried]
+    assert made == [(*each, False) for each in tried] + [(*chosen, True)] * (chosen not in [(None, None), *tried])
+    assert (found.trial.obstacle or "").partition(": ")[0] == ("" if tried else "int8")
 
 
 @pytest.mark.one_of_kind
@@ -150,6 +245,7 @@ def assert_priced(result: BuildResult, form: Any) -> None:
 @pytest.mark.parametrize(("kinds", "tied"), [({"": "Q8_0"}, True), ({"output.weight": "Q8_0", "": "Q4_0"}, False)])
 def test_a_chosen_draft_is_accepted_as_often_as_the_trial_said(kinds, tied, tmp_path, trying):
     trying.setattr(draft_trial, "pick", lambda tried: tried[1])
+    trying.setattr(draft_trial, "is_sure", lambda *_: False)  # all texts are read
     for role in ("target", "draft"):
         model = make_model("Llama", GROUPED | {"num_hidden_layers": 1, "tie_word_embeddings": tied})
         write_gguf(model, tmp_path / f"{role}.gguf", architecture="llama", kinds=kinds, seed=0)
@@ -205,12 +301,12 @@ def test_a_trial_is_done_once_and_always_ends_the_same(tiny_pair, tmp_path, tryi
     [(1.0, 0, "too large"), (6e12, 1 << 20, "its weights take 0."), (6e12, 0, "the draft breaks")],
 )
 def test_a_draft_that_cannot_be_tried_is_what_it_was(work, least, why, tiny_pair, tmp_path, trying, run_cli):
-    def count(*_: Any) -> list[int]:
+    def guess(*_: Any) -> Any:
         raise SpecexportError("the draft breaks.")
 
     trying.setattr(pipeline, "LEAST_BYTES", least)
     trying.setattr(draft_guesses, "_MOST_WORK", work)
-    trying.setattr(draft_trial, "count_right", count)
+    trying.setattr(draft_trial, "guess_texts", guess)
     draft = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b"), use_cache=False))
     assert (draft.quantize, _cut(draft)) == (None, None)
     assert draft.trial.forms == ()
@@ -220,12 +316,12 @@ def test_a_draft_that_cannot_be_tried_is_what_it_was(work, least, why, tiny_pair
 
 
 def test_a_form_that_cannot_be_had_leaves_the_others(tiny_pair, tmp_path, trying, run_cli):
-    def count(folder: Path, entry: ModelEntry, *args: Any) -> list[int]:
+    def guess(folder: Path, entry: ModelEntry, *args: Any) -> Any:
         if entry.quantize == "int8":
             raise SpecexportError("the draft breaks with int8.")
-        return count_right(folder, entry, *args)
+        return guess_texts(folder, entry, *args)
 
-    trying.setattr(draft_trial, "count_right", count)
+    trying.setattr(draft_trial, "guess_texts", guess)
     trying.setattr(draft_trial, "pick", lambda tried: tried[1])
     draft = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b"), use_cache=False))
     assert (draft.quantize, _cut(draft)) == (None, 150)
