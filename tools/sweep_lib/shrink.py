@@ -133,13 +133,21 @@ def _shrunk(kind: Any, overrides: dict[str, Any], repeats: int) -> Any:
         if sub is not type(None):
             fields[key] = _shrunk(sub, overrides.get(key, {}), repeats).to_dict()
     fields |= {key: value for key, value in overrides.items() if key not in kind.sub_configs}
-    return kind(**fields | (_repeated(fields, layers, repeats) if layers is not None else {}))
+    return kind(**fields | (_repeated(plain | fields, layers, repeats) if repeats > 1 else {}))
 
 
-def _repeated(fields: dict[str, Any], layers: str, repeats: int) -> dict[str, Any]:
+def _repeated(fields: dict[str, Any], layers: str | None, repeats: int) -> dict[str, Any]:
     """All layers several times, with what is said of each."""
-    count = fields.get("num_hidden_layers", fields[layers])
+    kinds = fields.get("layers_block_type") if layers is None else fields[layers]
+    count = fields.get("num_hidden_layers", len(kinds) if isinstance(kinds, list) else kinds)
     found = {key: value * repeats for key, value in fields.items() if isinstance(value, list) and len(value) == count}
+    if each := fields.get("per_layer_config"):  # by number, in two digits
+        starts = range(0, count * repeats, count)
+        found["per_layer_config"] = {
+            f"{int(layer) + start:02}": said for start in starts for layer, said in each.items() if int(layer) < count
+        }
+    if "attention_types" in fields:  # GPT-Neo's lists with how often they come
+        found["attention_types"] = [[names, times * repeats] for names, times in fields["attention_types"]]
     return found | {key: count * repeats for key in ("num_hidden_layers", layers) if key in fields}
 
 
