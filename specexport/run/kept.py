@@ -19,6 +19,7 @@ OTHERS = {
     "engines": "engines that `specexport build` keeps",
     "costs": "learned costs of steps",
     "checked": "records of checked files",
+    "checkpoints": "places of checkpoints",
     "suffixes": "texts to draft from",
     "rtx-kernels": "compiled GPU kernels",
     "chat": "entered lines of conversations",
