@@ -29,6 +29,8 @@ def takes_checkpoints(command: click.Command) -> click.Command:
     made.params = list(command.params)
     for option in _BUILD:
         option(made)
+    for param in made.params[len(command.params) :]:
+        vars(param)["heading"] = "Checkpoints"
 
     def find_and_run(draft: str | None, quantize: str | None, **values: Any) -> Any:
         click.get_current_context().obj = partial(

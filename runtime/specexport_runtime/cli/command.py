@@ -52,7 +52,10 @@ runtime_cli.add_command(serve)
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 text file.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="Many prompts: JSONL with a field `prompt`.")
 @click.option("--chat", is_flag=True, help="Put each prompt into the bundle's chat template as a user message.")
-@click.option("--system", type=typed, metavar="TEXT", help="With --chat: what the model is told before the prompt.")
+@under(
+    "Text",
+    click.option("--system", type=typed, metavar="TEXT", help="With --chat: what the model is told before the prompt."),
+)
 @sampling_options
 @drafting_options
 @reference_option
