@@ -2,12 +2,19 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
+
+from specexport_runtime.machine import available_cores
+
+_Item, _Result = TypeVar("_Item"), TypeVar("_Result")
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
 _SELDOM = 50_000  # new objects between two collections; Python's own number is 700
@@ -22,6 +29,16 @@ def peak_memory_bytes() -> int:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def map_in_threads(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+    """``map`` on all cores, for work in numpy, which lets others run meanwhile; never from within such work."""
+    return _threads().map(work, items)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(available_cores(), "specexport")
 
 
 def map_large_blocks() -> None:

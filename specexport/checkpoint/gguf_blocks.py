@@ -42,18 +42,33 @@ class Format(NamedTuple):
             Stored(*parts),
         )
 
+    def floats(self, rows: Bytes, out: Float32Array) -> None:
+        """Decode rows [n, bytes of a row] into ``out`` [n, K]: what ``gguf.dequantize`` makes of them, bit for bit."""
+        codes, stored = self.decode(np.ascontiguousarray(rows).reshape(-1, self.num_bytes))
+        plain = (codes - np.uint8(self.form.zero - self.spread.shift)).view(np.int8)  # as the file counts them
+        scales, least = _terms(stored)
+        values = out.reshape(*scales.shape, -1)
+        np.multiply(plain.reshape(values.shape), scales[..., None], out=values)
+        if least is not None:
+            values += least[..., None]
+
 
 def _worth(stored: Stored, shift: int) -> tuple[Float32Array, Float32Array | None]:
     """float32 scales and offsets [m, n] of what is stored; see ``Spread``."""
-    scales = stored.base.astype(np.float32)
+    scales, least = _terms(stored)
+    return scales, None if least is None else np.float32(shift) * scales + least
+
+
+def _terms(stored: Stored) -> tuple[Float32Array, Float32Array | None]:
+    """float32 [m, n]: what the file's codes are multiplied by, and what is added, or None."""
+    scales, least = stored.base.astype(np.float32), None
     if stored.levels is not None:
         scales = scales * stored.levels.astype(np.float32)
-    if stored.least is None:
-        return scales, None
-    least = stored.least.astype(np.float32)
-    if stored.minima is not None:
-        least = least * stored.minima.astype(np.float32)
-    return scales, np.float32(shift) * scales + least
+    if stored.least is not None:
+        least = stored.least.astype(np.float32)
+        if stored.minima is not None:
+            least = least * stored.minima.astype(np.float32)
+    return scales, least
 
 
 def _half(stored: Bytes) -> npt.NDArray[np.float16]:
@@ -63,8 +78,10 @@ def _half(stored: Bytes) -> npt.NDArray[np.float16]:
 
 def _nibbles(stored: Bytes, width: int) -> Bytes:
     """[m, 2 n] of bytes [m, n]: of each ``width`` bytes first the low halves, then the high ones."""
-    groups = stored.reshape(len(stored), -1, 1, width)
-    halves: Bytes = (groups >> np.array([0, 4], np.uint8)[:, None]) & np.uint8(15)
+    groups = stored.reshape(len(stored), -1, width)
+    halves = np.empty((len(stored), groups.shape[1], 2, width), np.uint8)
+    np.bitwise_and(groups, 15, out=halves[:, :, 0])
+    np.right_shift(groups, 4, out=halves[:, :, 1])
     return halves.reshape(len(stored), -1)
 
 
@@ -97,10 +114,11 @@ def _q8_0(stored: Bytes) -> tuple[np.ndarray, Stored]:
 
 def _six_bits(stored: Bytes) -> Stored:
     """Eight scales and eight minima of six bits each, from two halves and 12 bytes [m, 16]."""
-    low, middle, high = stored[:, 4:8], stored[:, 8:12], stored[:, 12:16]
-    levels = np.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=1)
-    minima = np.concatenate([middle & 63, (high >> 4) | ((middle >> 2) & 48)], axis=1)
-    return Stored(_half(stored[:, :2]), levels.astype(np.int8), -_half(stored[:, 2:4]), minima.astype(np.int8))
+    low, high = np.ascontiguousarray(stored[:, 4:12]).view("<u4"), np.ascontiguousarray(stored[:, 12:16]).view("<u4")
+    halves = np.stack([high, high >> 4], axis=1) & 0x0F0F0F0F  # four bytes at a time
+    six = np.concatenate([(low & 0x3F3F3F3F)[..., None], halves | ((low[..., None] >> 2) & 0x30303030)], axis=2)
+    levels, minima = np.ascontiguousarray(six.transpose(1, 0, 2)).view(np.int8)
+    return Stored(_half(stored[:, :2]), levels, -_half(stored[:, 2:4]), minima)
 
 
 def _q4_k(stored: Bytes) -> tuple[np.ndarray, Stored]:
@@ -114,11 +132,14 @@ def _q5_k(stored: Bytes) -> tuple[np.ndarray, Stored]:
 
 
 def _q6_k(stored: Bytes) -> tuple[np.ndarray, Stored]:
-    low = _nibbles(stored[:, :128], 64).reshape(len(stored), 8, 32)
-    high = stored[:, 128:192].reshape(len(stored), 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
-    codes = low | ((high.reshape(len(stored), 8, 32) & 3) << 4)
+    low, high = _nibbles(stored[:, :128], 64), np.ascontiguousarray(stored[:, 128:192]).reshape(-1, 2, 32)
+    codes = np.empty((len(stored), 2, 4, 32), np.uint8)
+    for at, bits in enumerate((high << 4, high << 2, high, high >> 2)):
+        np.bitwise_and(bits, 48, out=codes[:, :, at])
+    codes |= low.reshape(codes.shape)
+    codes += np.uint8(96)
     levels = np.ascontiguousarray(stored[:, 192:208]).view(np.int8)
-    return (codes + np.uint8(96)).reshape(len(stored), -1), Stored(_half(stored[:, 208:]), levels)
+    return codes.reshape(len(stored), -1), Stored(_half(stored[:, 208:]), levels)
 
 
 def _q3_k(stored: Bytes) -> tuple[np.ndarray, Stored]:

@@ -18,9 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specexport.checkpoint.gguf_blocks import FORMATS
 from specexport.checkpoint.gguf_reader import architecture, module_blocks
 from specexport.checkpoint.source import Source
 from specexport.checkpoint.stored import WatchedFile
+from specexport.host import map_in_threads
 from specexport_runtime.errors import UnsupportedModelError
 
 _PARAMETER = re.compile(r"(?P<module>.+\.(?P<layer>\d+)\..*experts)\.(?P<part>gate_up|down)_proj(?P<bias>_bias)?")
@@ -191,26 +193,50 @@ class RowReader:
         self._row_bytes = int(tensor.n_bytes) // num_rows
 
     def __call__(self, rows: Rows) -> Stored:
-        """uint8 [n, bytes of a row] of some rows, read from the first of them to the last."""
+        """uint8 [n, bytes of a row] of some rows, read from the first to the last, or one by one if few."""
         if not len(rows):
             return np.empty((0, self._row_bytes), np.uint8)
+        if int(rows.max()) - int(rows.min()) >= _FAR * len(rows):
+            return np.stack(
+                [self._file.read(self._offset + int(row) * self._row_bytes, self._row_bytes) for row in rows]
+            )
         first, last = int(rows.min()), int(rows.max()) + 1
         offset, size = self._offset + first * self._row_bytes, (last - first) * self._row_bytes
         data = self._file.read(offset, size).reshape(last - first, self._row_bytes)
         return data if len(rows) == last - first and bool((np.diff(rows) == 1).all()) else data[rows - first]
 
 
-def float_rows(file: WatchedFile, tensor: Any, order: Rows, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
-    """Reads rows of a matrix as floats: row i is row ``order[i]`` of the file; see ``StoredWeight.rows``."""
+_FAR = 32  # rows from one to the next, on an average: opening the file takes as long as reading these
+_AT_ONCE = 1 << 17  # weights: what is computed from them stays in a core's cache
+_PROVEN = 512  # blocks
+
+
+def decode(data: Stored, kind: Any) -> npt.NDArray[np.float32]:
+    """Stored rows [n, bytes of a row] as ``gguf.dequantize`` gives them, float32 [n, K], faster and on all cores.
+
+    The first blocks are held to it: where these differ, all are read by it.
+    """
     from gguf import dequantize
 
+    found, plain = FORMATS.get(kind.name), _FLOATS.get(kind.name)
+    if found is None or not data.size:
+        return np.ascontiguousarray(dequantize(data, kind) if plain is None else data.view(plain), np.float32)
+    flat, step = data.reshape(-1, found.num_bytes), _AT_ONCE // found.num_values
+    made = np.empty((len(flat), found.num_values), np.float32)
+    parts = [slice(start, start + step) for start in range(0, len(flat), step)]
+    for _ in map_in_threads(lambda part: found.floats(flat[part], made[part]), parts):
+        pass
+    same = dequantize(flat[:_PROVEN], kind).tobytes() == made[:_PROVEN].tobytes()
+    found_values: npt.NDArray[np.float32] = made.reshape(len(data), -1) if same else dequantize(data, kind)
+    return found_values
+
+
+def float_rows(file: WatchedFile, tensor: Any, order: Rows, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
+    """Reads rows of a matrix as floats: row i is row ``order[i]`` of the file; see ``StoredWeight.rows``."""
     read, kind = RowReader(file, tensor, tensor_shape(tensor)[0]), tensor.tensor_type
 
     def rows(start: int, stop: int) -> Tensor:
-        data = read(order[start:stop])
-        plain = _FLOATS.get(kind.name)
-        values = dequantize(data, kind) if plain is None else data.view(plain)
-        return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(dtype)
+        return torch.from_numpy(decode(read(order[start:stop]), kind)).to(dtype)
 
     return rows
 

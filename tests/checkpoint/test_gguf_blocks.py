@@ -4,6 +4,7 @@ import gguf
 import numpy as np
 import pytest
 
+from specexport.checkpoint import gguf_rows
 from specexport.checkpoint.gguf_blocks import FORMATS
 from specexport.passes.block_weight import join
 from tests.support.models.tiny_gguf import DEPTH, WIDTH, make_weight
@@ -23,6 +24,27 @@ def test_values_are_those_of_the_format(kind: str) -> None:
         assert error == 0
     rows = np.array([17, 3])
     np.testing.assert_array_equal(weight.floats(rows), weight.floats()[rows])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_floats_have_the_bits_that_gguf_gives_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, number = FORMATS[kind], gguf.GGMLQuantizationType[kind]
+    stored = np.random.default_rng(20).integers(0, 256, (37, 40 * found.num_bytes), np.uint8)
+    stored[(stored & 0x7C) == 0x7C] ^= 4  # any two of them are a finite float16
+    monkeypatch.setattr(gguf_rows, "_PROVEN", 1)  # blocks that are gguf's own
+    monkeypatch.setattr(gguf_rows, "_AT_ONCE", 7 * found.num_values)  # parts that end within a row
+    values = gguf_rows.decode(stored, number)
+    assert values.dtype == np.float32
+    np.testing.assert_array_equal(values.view(np.uint32), gguf.dequantize(stored, number).view(np.uint32))
+
+
+def test_a_wrong_reading_gives_way_to_that_of_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = np.random.default_rng(20).integers(0, 100, (5, 40 * FORMATS["Q8_0"].num_bytes), np.uint8)
+    right = FORMATS["Q8_0"]
+    wrong = right._replace(decode=lambda rows: (rows[:, 2:] + np.uint8(127), right.decode(rows)[1]))
+    monkeypatch.setitem(FORMATS, "Q8_0", wrong)
+    wanted = gguf.dequantize(stored, gguf.GGMLQuantizationType.Q8_0)
+    np.testing.assert_array_equal(gguf_rows.decode(stored, gguf.GGMLQuantizationType.Q8_0), wanted)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
