@@ -14,7 +14,8 @@ from typing import TypeVar
 
 from specexport_runtime.machine import available_cores
 
-_Item, _Result = TypeVar("_Item"), TypeVar("_Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
 _SELDOM = 50_000  # new objects between two collections; Python's own number is 700

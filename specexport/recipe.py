@@ -26,6 +26,8 @@ KEEP, FLOAT = KEPT.name, "none"
 """Quantizations that are none: weights as a quantized checkpoint has them, and float weights whatever it has."""
 AUTO, ALL = "auto", "all"
 """Of a draft: the build finds out what promises most; and an LM head of all tokens."""
+SHORT, FULL, NO_CHECK = "short", "full", "none"
+"""How engines are compared with eager transformers."""
 MERGE, CHOOSE = "merge", "choose"
 """What becomes of LoRA adapters: a part of the weights, or what a request chooses."""
 KV_CACHE_DTYPES = ("int8",)
@@ -65,7 +67,8 @@ class BuildRecipe:
         draft_revision: hub revision of the draft.
         head_revision: hub revision of the head.
         trust_remote_code: let the hub's Python code run while loading.
-        check: compare each engine's logits with eager transformers before the bundle is kept.
+        check: how each engine is compared with eager transformers before the bundle is kept: ``"short"``, ``"full"``
+            or ``"none"``; True and False are ``"short"`` and ``"none"``.
         sm: TensorRT: GPU architectures to build for, for example ``("89", "120")``; empty takes this machine's GPU.
         lowering: tensorrt: ``"plugin"`` puts our attention kernels into the engine; ``"auto"`` takes TensorRT's own.
         max_num_seqs: most sequences at a time; None takes 8. Engines of TensorRT are built for it; elsewhere it is the
@@ -109,7 +112,7 @@ class BuildRecipe:
     draft_revision: str | None = None
     head_revision: str | None = None
     trust_remote_code: bool = False
-    check: bool = True
+    check: bool | str = SHORT
     sm: tuple[str, ...] = ()
     lowering: str = "auto"
     max_num_seqs: int | None = None
@@ -132,6 +135,10 @@ class BuildRecipe:
         if self.lookahead is None:
             object.__setattr__(self, "lookahead", find_backend(self.backend).default_lookahead)
         self._check_revisions()
+        if isinstance(self.check, bool):
+            object.__setattr__(self, "check", SHORT if self.check else NO_CHECK)
+        if self.check not in (SHORT, FULL, NO_CHECK):
+            raise RecipeError(f"check is {self.check!r}.", f"use one of: {SHORT}, {FULL}, {NO_CHECK}.")
         object.__setattr__(self, "sm", normalize_architectures(self.sm))
         object.__setattr__(self, "lora", normalize_adapters(self.lora))
         object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype.lower(), self.dtype))
@@ -301,7 +308,7 @@ class BuildRecipe:
         for key in _TEXT_KEYS:
             if getattr(self, key) is not None:
                 _require_type(key, getattr(self, key), str, "text")
-        for key in ("trust_remote_code", "check", "quantize_lm_head", "fuse", "self_draft"):
+        for key in ("trust_remote_code", "quantize_lm_head", "fuse", "self_draft"):
             _require_type(key, getattr(self, key), bool, "true or false")
         if self.lookahead is not None:
             _require_type("lookahead", self.lookahead, int, "a whole number")

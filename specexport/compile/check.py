@@ -1,7 +1,7 @@
 """The build's own proof: a new engine's logits against eager transformers, in steps of every kind.
 
-A prefill and a ragged verify step; then, with another cache, one token at a time. The padded-KV graph is held to the
-same numbers, with padding entries in one of its two cache rows, and so is the graph for steps of one token a row.
+A prefill and a ragged verify step; in full, longer texts, and with another cache one token at a time. The padded-KV
+graph is held to the same numbers, with padding entries in one of its two cache rows.
 
 A float engine is compared logit by logit. One with quantized weights or caches is another function; what it computes is
 compared with the float model on a text, see :mod:`specexport.compile.closeness`.
@@ -21,7 +21,7 @@ from specexport.compile.built import EngineCheck
 from specexport.compile.check_parts import PartedExecutor, is_large
 from specexport.compile.closeness import Closeness, measure_closeness
 from specexport.compile.tokenizer import load_tokenizer
-from specexport.recipe import BuildRecipe
+from specexport.recipe import NO_CHECK, BuildRecipe
 from specexport.rounding import logit_tolerance
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import CheckFailedError, SpecexportError
@@ -49,7 +49,7 @@ TEXTS = (
     "and the ships that came home from the north could see it from far away. When the storm came in the night, he did "
     "not sleep at all.",
 )
-TEXT_LENS = (64, 48)
+TEXT_LENS, FULL_TEXT_LENS = (20, 12), (64, 48)
 """Tokens of the texts that quantized engines read: what they lose shows only where the float model knows something."""
 
 
@@ -68,9 +68,11 @@ def check_sequences(vocab_size: int) -> list[Int64Array]:
     return _any_tokens(vocab_size, lengths)
 
 
-def text_sequences(tokenizer_json: bytes, vocab_size: int, max_positions: int | None = None) -> list[Int64Array]:
+def text_sequences(
+    tokenizer_json: bytes, vocab_size: int, max_positions: int | None = None, *, full: bool = False
+) -> list[Int64Array]:
     """Two token sequences, code and prose, for rounded engines; random tokens where a vocabulary lacks texts."""
-    lengths = [min(length, max_positions or length) for length in TEXT_LENS]
+    lengths = [min(length, max_positions or length) for length in (FULL_TEXT_LENS if full else TEXT_LENS)]
     tokenizer = load_tokenizer(tokenizer_json)
     found = [tokenizer.encode(text).ids[:length] for text, length in zip(TEXTS, lengths, strict=True)]
     if [len(ids) for ids in found] != lengths or max(map(max, found)) >= vocab_size:
@@ -106,7 +108,7 @@ def _any_tokens(vocab_size: int, lengths: Sequence[int]) -> list[Int64Array]:
 
 def check_obstacle(recipe: BuildRecipe) -> str | None:
     """Why engines of a resolved recipe cannot be compared with eager transformers here; None if they can."""
-    if not recipe.check:
+    if recipe.check == NO_CHECK:
         return "not checked: asked not to"
     return find_backend(recipe.backend).check_obstacle(recipe)
 
@@ -119,12 +121,15 @@ def check_engine(
     ],  # from :func:`check_sequences`, or from :func:`text_sequences` for an approximation
     references: Sequence[Float32Array],  # eager logits [len, V] of each sequence
     adapted: Sequence[Sequence[Float32Array]] = (),  # the same with each adapter that requests may choose
+    *,
+    full: bool = False,  # one token at a time too
 ) -> EngineCheck:
     """Run the engine on ``sequences`` and compare; the worst of its graphs and steps, else CheckFailedError."""
     checks = []
     each = (references, *adapted)
     for unpad_kv in (True,) if entry.engine.padded is None else (True, False):
-        for name, found, places, adapter in _run(folder, entry, sequences, unpad_kv=unpad_kv, adapters=len(adapted)):
+        runs = _run(folder, entry, sequences, unpad_kv=unpad_kv, adapters=len(adapted), full=full)
+        for name, found, places, adapter in runs:
             reference = np.stack([each[adapter][row][position] for row, position in places])
             closeness = None
             if entry.approximation is None:
@@ -213,9 +218,15 @@ def _given(entry: ModelEntry, count: int) -> int:
 
 
 def _run(
-    folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], *, unpad_kv: bool = True, adapters: int = 0
+    folder: Path,
+    entry: ModelEntry,
+    sequences: Sequence[Int64Array],
+    *,
+    unpad_kv: bool = True,
+    adapters: int = 0,
+    full: bool = False,
 ) -> list[_Run]:
-    """What one graph computes of the sequences, in wide steps and then one token at a time; then with each adapter."""
+    """What one graph computes of the sequences in wide steps, in full one token at a time; then with each adapter."""
     from specexport_runtime.packing.batch import ModelRunner
 
     name = "engine" if unpad_kv else "engine's padded-KV graph"
@@ -225,12 +236,13 @@ def _run(
     def read_all() -> list[_Run]:
         lengths = [len(sequence) for sequence in sequences]
         runner, runs = ModelRunner(executor, unpad_kv=unpad_kv), []
+        kinds = [(_wide_steps(lengths), name), *([(_narrow_steps(lengths), narrow)] if full else [])]
         for adapter in range(adapters + 1):
             of = ""
             if adapters:
                 executor.default_adapter = adapter
                 of = f" with adapter {entry.adapters[adapter - 1].name}" if adapter else ""
-            for steps, kind in ((_wide_steps(lengths), name), (_narrow_steps(lengths), narrow)):
+            for steps, kind in kinds:
                 runs.append(_read(runner, entry, sequences, steps, kind + of)._replace(adapter=adapter))
                 runner.reset()
         return runs

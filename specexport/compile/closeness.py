@@ -52,20 +52,21 @@ def measure_closeness(found: Float32Array, reference: Float32Array) -> Closeness
     """Compare the engine's logits [n, V] with the float model's at the same positions."""
     if not np.isfinite(found).all():
         return Closeness(None, float("nan"), float("nan"))
-    everywhere = np.zeros(reference.shape[1])
-    for theirs in reference:  # row by row: float64 copies of all of them would be large
-        everywhere += np.exp(_log_softmax(theirs)) / len(reference)
-    same, divergences, told = [], [], []
-    for ours, theirs in zip(found, reference, strict=True):
+    everywhere, known = np.zeros(reference.shape[1]), 0.0  # sums of distributions, and of their negative entropies
+    same, divergences = [], []
+    for ours, theirs in zip(found, reference, strict=True):  # row by row: float64 copies of all of them would be large
         logs = _log_softmax(theirs)
         likely = np.exp(logs)
+        everywhere += likely
+        known += float(likely @ logs)
         divergences.append(float(likely @ (logs - _log_softmax(ours))))
-        told.append(float(likely @ (logs - np.log(np.maximum(everywhere, np.finfo(np.float64).tiny)))))
-        second, best = np.partition(logs, -2)[-2:]
+        second, best = np.partition(theirs, -2)[-2:]
         if best - second > DECIDED:
             same.append(bool(ours.argmax() == theirs.argmax()))
+    mean = everywhere / len(reference)
+    told = known - float(everywhere @ np.log(np.maximum(mean, np.finfo(np.float64).tiny)))
     agreement = float(np.mean(same)) if len(same) >= FEWEST_DECIDED else None
-    return Closeness(agreement, float(np.mean(divergences)), float(np.sum(divergences) / np.sum(told)))
+    return Closeness(agreement, float(np.mean(divergences)), float(np.sum(divergences) / told))
 
 
 def divergence(found: Float32Array, reference: Float32Array) -> float:

@@ -112,7 +112,8 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
 )
 @under(
     RARE,
-    click.option("--no-check", is_flag=True, help="Do not compare the engines with eager transformers."),
+    click.option("--check", metavar="short|full|none", help="Compare with eager transformers.  [default: short]"),
+    click.option("--no-check", "check", flag_value="none", help="The same as --check none."),
     click.option("--no-cache", is_flag=True, help="Neither use nor fill the cache of built engines."),
     click.option(
         "--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster.  [default: yes]"
@@ -125,7 +126,6 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
 def build(
     *,
     recipe_file: Path | None,
-    no_check: bool,
     no_cache: bool,
     force: bool,
     dump_passes: Path | None,
@@ -142,7 +142,7 @@ def build(
     from specexport.report import print_json
 
     flags |= {name: flags[name] or None for name in ("sm", "lora")}
-    recipe = make_recipe(flags | {"check": False if no_check else None}, recipe_file)
+    recipe = make_recipe(flags, recipe_file)
     map_large_blocks()
     with show_progress(sys.stderr, quiet=quiet) as progress:
         result = build_bundle(recipe, progress=progress, dump_passes=dump_passes, force=force, use_cache=not no_cache)

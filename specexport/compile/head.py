@@ -18,7 +18,7 @@ from specexport.compile.model import load_source, pieces_for, resolve_for, table
 from specexport.compile.part import ModelSource, Part, Texts
 from specexport.compile.vocabulary import check_vocabularies
 from specexport.progress import StageClock
-from specexport.recipe import MTP, BuildRecipe, model_dtype
+from specexport.recipe import MTP, NO_CHECK, BuildRecipe, model_dtype
 from specexport_runtime.bundle.arrays import MASK_NAME
 from specexport_runtime.bundle.entry import CorrectionEntry, DraftHeadEntry
 from specexport_runtime.bundle.profiles import head_steps
@@ -63,7 +63,7 @@ def plan_head(
         _check_kind(recipe, source, loaded.config)
         _check_caches(recipe, loaded.config, source.name)
         probe, config = None, loaded.config
-        if recipe.check:
+        if recipe.check != NO_CHECK:
             from specexport.checkpoint.streaming import streamed
             from specexport.heads.probe import check_probe, probe_head
 

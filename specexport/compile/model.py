@@ -30,7 +30,16 @@ from specexport.compile.lora import bind_adapters, describe_adapters
 from specexport.compile.part import ModelSource, Part, Texts, weighs_inputs
 from specexport.compile.token_map import Shared, Side, describe_share, find_shared, side_of
 from specexport.progress import StageClock
-from specexport.recipe import KEEP, BuildRecipe, model_dtype, resolve_recipe, rounding, with_quantization
+from specexport.recipe import (
+    FULL,
+    KEEP,
+    NO_CHECK,
+    BuildRecipe,
+    model_dtype,
+    resolve_recipe,
+    rounding,
+    with_quantization,
+)
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.entry import DroppedLayer, Rope, WeightFormat
 from specexport_runtime.bundle.quant_kinds import INT8, KINDS
@@ -116,10 +125,10 @@ def prepare_model(
     with clock.stage("reference", role):
         obstacle = check_obstacle(recipe)
         references = {
-            on_texts: _eager_reference(checkpoint, adapters.chosen, on_texts=on_texts)
+            on_texts: _eager_reference(checkpoint, adapters.chosen, on_texts=on_texts, full=recipe.check == FULL)
             for on_texts in {_is_approximate(one, role) for one in each if obstacle is None}
         }
-        if recipe.check and model_dtype(recipe) == "float16":
+        if recipe.check != NO_CHECK and model_dtype(recipe) == "float16":
             _refuse_overflow(checkpoint, next(iter(references.values()), None))
     sizes, formats, rope = _head_sizes(checkpoint), _weight_formats(checkpoint), checkpoint.rope
     if shared is not None:
@@ -146,7 +155,7 @@ def prepare_model(
             recipe, role, traced.layers, count, positions, folder, clock,
             cache_ranges=cached, states=traced.states, adapters=adapters.products,
         ),
-        check=partial(_check_model, references, texts.tokenizer_json),
+        check=partial(_check_model, references, texts.tokenizer_json, recipe.check == FULL),
         texts=texts,
         architecture=checkpoint.architecture,
         vocab_size=checkpoint.vocab_size,
@@ -166,7 +175,7 @@ def prepare_model(
 
 
 def _check_model(
-    references: Mapping[bool, _Reference], tokenizer_json: bytes, folder: Path, chosen: Chosen
+    references: Mapping[bool, _Reference], tokenizer_json: bytes, full: bool, folder: Path, chosen: Chosen
 ) -> EngineCheck | None:
     ids, entry = chosen.form.head_ids, chosen.entry
     reference = references.get(entry.approximation is not None)
@@ -174,7 +183,7 @@ def _check_model(
         return None
     if ids is not None:
         reference = reference._replace(logits=[logits[:, ids] for logits in reference.logits])
-    found = check_engine(folder, entry, *reference)
+    found = check_engine(folder, entry, *reference, full=full)
     if entry.approximation is not None and ids is None:
         found = found._replace(perplexity=text_perplexity(tokenizer_json, reference.sequences, reference.logits))
     return found
@@ -294,12 +303,15 @@ def _is_approximate(recipe: BuildRecipe, role: str) -> bool:
     return recipe.quantization_of(role) is not None or recipe.kv_cache_dtype is not None
 
 
-def _eager_reference(checkpoint: "Checkpoint", adapters: Sequence[Any] = (), *, on_texts: bool = False) -> _Reference:
+def _eager_reference(
+    checkpoint: "Checkpoint", adapters: Sequence[Any] = (), *, on_texts: bool = False, full: bool = False
+) -> _Reference:
     from specexport.checkpoint.lora_fit import with_adapter
     from specexport.trace.check import reference_logits
 
     if on_texts:
-        sequences = text_sequences(checkpoint.tokenizer_json, checkpoint.vocab_size, checkpoint.max_positions)
+        known = checkpoint.tokenizer_json, checkpoint.vocab_size, checkpoint.max_positions
+        sequences = text_sequences(*known, full=full)
     else:
         sequences = check_sequences(checkpoint.vocab_size)
     texts = [ids.tolist() for ids in sequences]

@@ -39,7 +39,7 @@ from specexport.compile.part import STAGES, ModelSource, Part, build_part
 from specexport.compile.token_map import Side, check_shared, side_of
 from specexport.host import peak_memory_bytes, seldom_collected
 from specexport.progress import Progress, StageClock
-from specexport.recipe import AUTO, MTP, BuildRecipe, resolve_recipe, settle_quantization
+from specexport.recipe import AUTO, FULL, MTP, BuildRecipe, resolve_recipe, settle_quantization
 from specexport_runtime.bundle.entry import FormTrial
 from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.manifest import Manifest
@@ -156,7 +156,7 @@ def build_bundle(
                 reductions = _reductions_of(model, plan, built, folder)
                 found = _build_anew(simplest, model, place, clock, reductions, heads, dump_passes)
                 # An engine that could have been checked and was not is not kept.
-                if cache is not None and (found.check is not None or check_obstacle(replace(simplest, check=True))):
+                if cache is not None and (found.check is not None or check_obstacle(replace(simplest, check=FULL))):
                     cache.store(key, found, place)
             built[model.role] = found
         with clock.stage("bundle"):
@@ -237,6 +237,7 @@ def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
         "backend": recipe.backend,
         "dtype": recipe.dtype,
         "trust_remote_code": recipe.trust_remote_code,
+        "full_check": recipe.check == FULL,
         "sources": hash_sources(ENGINE_ROOT),
         "tools": tools,
     }

@@ -217,6 +217,20 @@ def test_changed_weights_are_another_engine_and_another_name_is_not(tiny_pair, t
     assert same.manifest.models["draft"].source.sha256 == first != result.manifest.models["draft"].source.sha256
 
 
+def test_a_recipe_says_which_check_is_run(tiny_pair, tmp_path, run_cli):
+    given = {None: "short", True: "short", False: "none", "full": "full", "none": "none"}
+    for value, meant in given.items():
+        assert tiny_pair.recipe(tmp_path, **({} if value is None else {"check": value})).check == meant
+    for flags in (["--check", "long"], ["--recipe", str(tmp_path / "recipe.toml")]):
+        (tmp_path / "recipe.toml").write_text("check = 3\n")
+        result = run_cli("build", tiny_pair.target, "-o", tmp_path / "out", *flags)
+        assert result.exit_code == 2
+        assert "Fix: use one of: short, full, none." in result.stderr
+    result = run_cli("build", tiny_pair.draft, "-o", tmp_path / "out", "--no-check", "--no-cache", "--json")
+    assert json.loads(result.stdout)["checks"] == {"target": None}
+    assert load_manifest(tmp_path / "out").recipe["check"] == "none"
+
+
 def test_no_check_and_no_cache_leave_the_cache_alone(tiny_pair, tiny_bundle, tmp_path, monkeypatch):
     shutil.copytree(EngineCache().folder.parent, tmp_path / "cache")  # other workers write to the shared one
     monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
@@ -260,15 +274,16 @@ def test_a_wrong_engine_fails_the_check_and_leaves_nothing(wrong, tiny_pair, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize(("sequence", "position", "wrong"), [(0, 0, 1.0), (0, 8, np.nan), (1, 2, np.nan), (1, 7, 1.0)])
-def test_the_check_sees_every_position(tiny_bundle: Path, sequence: int, position: int, wrong: float) -> None:
+def test_the_check_sees_every_position(tiny_bundle, full: bool, sequence: int, position: int, wrong: float) -> None:
     entry = load_manifest(tiny_bundle).models["draft"]
     sequences = check_sequences(entry.vocab_size)
     truth = own_logits(tiny_bundle, entry, sequences)
-    assert check_engine(tiny_bundle, entry, sequences, truth).max_abs_error < 1e-5
+    assert check_engine(tiny_bundle, entry, sequences, truth, full=full).max_abs_error < 1e-5
     truth[sequence][position, 5] += np.float32(wrong)
     with pytest.raises(CheckFailedError, match=f"position {position} of check sequence {sequence}"):
-        check_engine(tiny_bundle, entry, sequences, truth)
+        check_engine(tiny_bundle, entry, sequences, truth, full=full)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +294,7 @@ def test_the_check_sees_every_position(tiny_bundle: Path, sequence: int, positio
         ("draft", False, "engine, one token at a time,"),
     ],
 )
-def test_the_check_sees_what_is_wrong_one_token_at_a_time_only(role, padded, where, tiny_bundle, monkeypatch):
+def test_the_full_check_sees_what_is_wrong_one_token_at_a_time_only(role, padded, where, tiny_bundle, monkeypatch):
     entry = load_manifest(tiny_bundle).models[role]
     sequences = check_sequences(entry.vocab_size)
     truth = own_logits(tiny_bundle, entry, sequences)
@@ -292,7 +307,8 @@ def test_the_check_sees_what_is_wrong_one_token_at_a_time_only(role, padded, whe
 
     monkeypatch.setattr(ModelRunner, "step", step)
     with pytest.raises(CheckFailedError, match=f"{where} differs from eager transformers by 0.1"):
-        check_engine(tiny_bundle, entry, sequences, truth)
+        check_engine(tiny_bundle, entry, sequences, truth, full=True)
+    check_engine(tiny_bundle, entry, sequences, truth)  # such steps are for ``--check full``
 
 
 def test_a_recipe_file_builds_what_flags_build(tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path, run_cli) -> None:

@@ -95,13 +95,13 @@ def test_parts_compute_what_the_whole_engine_does(quantize, unpad_kv, tmp_path, 
         build_bundle(tiny_pair.recipe(bundle, draft=None, quantize=quantize))
     entry = load_manifest(bundle).models["target"]
     sequences = sequences_of(bundle, entry)
-    wanted = check._run(bundle, entry, sequences, unpad_kv=unpad_kv)
+    wanted = check._run(bundle, entry, sequences, unpad_kv=unpad_kv, full=True)
     opened = []
     split = check_parts.split_graph
     monkeypatch.setattr(check_parts, "split_graph", lambda path: (opened.append(each) or each for each in split(path)))
     make_parts_small(monkeypatch)
     before = sorted(bundle.rglob("*"))
-    found = check._run(bundle, entry, sequences, unpad_kv=unpad_kv)
+    found = check._run(bundle, entry, sequences, unpad_kv=unpad_kv, full=True)
     assert sorted(bundle.rglob("*")) == before
     assert len(opened) > 3
     sizes = [sum(map(check_parts._num_bytes, each.model.graph.initializer)) for each in opened]

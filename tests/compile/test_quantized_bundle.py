@@ -11,7 +11,14 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.compile.check import TEXT_LENS, check_engine, check_sequences, text_perplexity, text_sequences
+from specexport.compile.check import (
+    FULL_TEXT_LENS,
+    TEXT_LENS,
+    check_engine,
+    check_sequences,
+    text_perplexity,
+    text_sequences,
+)
 from specexport.compile.closeness import Closeness, measure_closeness
 from specexport.compile.command import summary
 from specexport.compile.pipeline import BuildResult, build_bundle
@@ -148,12 +155,17 @@ def quantized(session_dir: Path, demo_pair: Path) -> Callable[[str], tuple[Build
             recipe = BuildRecipe(target=str(demo_pair / "target"), output=str(folder), quantize=kind)
             result = build_bundle(recipe, force=True)
             checkpoint = load_checkpoint(str(demo_pair / "target"), dtype="float32")
-            sequences = text_sequences(checkpoint.tokenizer_json, checkpoint.vocab_size)
-            assert [len(ids) for ids in sequences] == list(TEXT_LENS)
+            sequences = text_sequences(checkpoint.tokenizer_json, checkpoint.vocab_size, full=True)
+            assert [len(ids) for ids in sequences] == list(FULL_TEXT_LENS)
             made[kind] = result, reference_logits(checkpoint, [ids.tolist() for ids in sequences])
         return made[kind]
 
     return build
+
+
+def cut_to(references: list[np.ndarray], sequences: list[np.ndarray]) -> list[np.ndarray]:
+    """The logits of the first tokens: attention is causal."""
+    return [logits[: len(ids)] for logits, ids in zip(references, sequences, strict=True)]
 
 
 @pytest.mark.slow
@@ -162,8 +174,7 @@ def test_a_good_engine_is_close(kind, most_lost, quantized):
     result, _ = quantized(kind)
     check = result.checks["target"]
     assert check is not None
-    assert check.agreement is not None
-    assert check.agreement >= (1.0 if kind == "int8" else 0.95)
+    assert check.agreement is None or check.agreement >= (1.0 if kind == "int8" else 0.95)
     assert check.lost is not None
     assert 0 < check.lost < most_lost, "far inside the limits, which are made for worse models"
     assert check.divergence is not None
@@ -182,11 +193,14 @@ def test_a_broken_engine_fails(kind, name, damage, quantized, tmp_path):
     result, references = quantized(kind)
     entry = result.manifest.models["target"]
     shutil.copytree(result.path / "target", tmp_path / "target")
-    sequences = text_sequences((result.path / "tokenizer.json").read_bytes(), entry.vocab_size)
-    check_engine(tmp_path, entry, sequences, references)
+    content = (result.path / "tokenizer.json").read_bytes()
+    both = {full: text_sequences(content, entry.vocab_size, full=full) for full in (False, True)}
+    for full, sequences in both.items():
+        check_engine(tmp_path, entry, sequences, cut_to(references, sequences), full=full)
     Weights(tmp_path / "target").change(*damage)
-    with pytest.raises(CheckFailedError, match=f"{kind} engine is too far from eager transformers: its"):
-        check_engine(tmp_path, entry, sequences, references)
+    for full, sequences in both.items():
+        with pytest.raises(CheckFailedError, match=f"{kind} engine is too far from eager transformers: its"):
+            check_engine(tmp_path, entry, sequences, cut_to(references, sequences), full=full)
 
 
 @pytest.mark.one_of_kind
@@ -280,6 +294,7 @@ def test_the_perplexity_is_that_of_torch_and_chance_is_said(demo_pair, quantized
     content = (demo_pair / "target" / "tokenizer.json").read_bytes()
     result, references = quantized("int8")
     sequences = text_sequences(content, 4096)
+    references = cut_to(references, sequences)
     losses = [
         torch.nn.functional.cross_entropy(torch.from_numpy(logits[:-1]), torch.from_numpy(ids[1:]), reduction="none")
         for ids, logits in zip(sequences, references, strict=True)
