@@ -1,6 +1,8 @@
 """One reading of a GGUF file's header, which takes seconds, and which transformers parses four times."""
 
 import contextlib
+import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ def open_reader(source: Source) -> Any:
     return first
 
 
+_LIST, _SIZE = struct.Struct("<IQ"), struct.Struct("<Q")  # what stands before a list and before a text
 _ALL_PARTS = "fetch all parts of one and the same file."
 
 
@@ -57,7 +60,7 @@ def _open_file(path: Path) -> Any:
     import gguf
 
     class PlainReader(gguf.GGUFReader):  # type: ignore[misc]  # gguf is not followed
-        """Reads through a plain array: views of a ``numpy.memmap`` cost twice as much."""
+        """Reads through a plain array, as views of a ``numpy.memmap`` cost twice as much; and lists at a stretch."""
 
         @property
         def data(self) -> Any:
@@ -67,8 +70,26 @@ def _open_file(path: Path) -> Any:
         def data(self, mapped: Any) -> None:
             self._plain = np.asarray(mapped)
 
+        def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
+            if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order != "I" or sys.byteorder != "little":
+                return super()._get_field_parts(orig_offs, raw_type)
+            first = int(orig_offs) + _LIST.size
+            kind, count = _LIST.unpack_from(self._plain.data, int(orig_offs))
+            head, item = [np.array([kind], np.uint32), np.array([count], np.uint64)], self.gguf_scalar_to_np.get(kind)
+            types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(kind)][: 1 + bool(count)]
+            if item is not None:
+                items = list(self._get(first, item, count).reshape(-1, 1))
+                size = count * np.dtype(item).itemsize
+            elif kind == gguf.GGUFValueType.STRING:
+                items, size = _texts(self._plain.data, first, count)
+            else:
+                return super()._get_field_parts(orig_offs, raw_type)
+            return _LIST.size + size, head + items, range(len(head), len(head) + len(items)), types
+
     class CheckedReader(PlainReader):
-        """Says whether a file ends too early, for a sixth more time: it reads what could not be read."""
+        """Says whether a file ends too early: it reads what could not be read, piece by piece."""
+
+        _get_field_parts = gguf.GGUFReader._get_field_parts
 
         def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
             if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self._plain):
@@ -85,6 +106,19 @@ def _open_file(path: Path) -> Any:
             except EOFError:
                 fault = f"ends after {path.stat().st_size:,} bytes, before what it lists"
         raise CheckpointError(f"{path.name} {fault}.", "fetch or convert the checkpoint again.") from error
+
+
+def _texts(data: memoryview, place: int, count: int) -> tuple[list[memoryview], int]:
+    """Texts one after the other, each behind its length, and the bytes that they take with these."""
+    found, start = [], place
+    for _ in range(count):
+        (size,) = _SIZE.unpack_from(data, place)
+        place += _SIZE.size
+        found.append(data[place : place + size])
+        place += size
+    if place > len(data):
+        raise ValueError("a list ends behind the file")
+    return found, place - start
 
 
 def read(reader: Any, key: str) -> Any:

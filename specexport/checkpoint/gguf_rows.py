@@ -219,7 +219,7 @@ def decode(data: Stored, kind: Any) -> npt.NDArray[np.float32]:
     from gguf import dequantize
 
     found, plain = FORMATS.get(kind.name), _FLOATS.get(kind.name)
-    if found is None or not data.size:
+    if found is None or data.size <= _PROVEN * found.num_bytes:
         return np.ascontiguousarray(dequantize(data, kind) if plain is None else data.view(plain), np.float32)
     flat, step = data.reshape(-1, found.num_bytes), _AT_ONCE // found.num_values
     made = np.empty((len(flat), found.num_values), np.float32)

@@ -10,6 +10,7 @@ from specexport.checkpoint.gguf_layouts import LAYOUTS, settings_of
 from specexport.checkpoint.source import Source
 
 _MISREAD = "gpt-oss.rope.scaling."  # transformers fails at these; ``gguf_config`` reads them
+_LONG = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type"))
 _SETTINGS_LIKE = {"olmoe": "qwen2_moe"}
 """Architectures that transformers has models of and no table of settings, and whose table is theirs too."""
 
@@ -21,20 +22,43 @@ def shared(source: Source, reader: Any) -> Iterator[None]:
         yield
         return
     import gguf
+    from transformers.integrations.gguf import reader as by_hand
 
     opens, path = gguf.GGUFReader, (source.folder / str(source.gguf_file)).resolve()
     shown = copy(reader)
-    shown.fields = {key: value for key, value in reader.fields.items() if not key.startswith(_MISREAD)}
+    shown.fields = {
+        key: _counted(field) if key in _LONG else field
+        for key, field in reader.fields.items()
+        if not key.startswith(_MISREAD)
+    }
 
     def same(wanted: Any, *args: Any, **named: Any) -> Any:
         return shown if not args and not named and Path(wanted).resolve() == path else opens(wanted, *args, **named)
 
-    gguf.GGUFReader = same
+    reads, known = by_hand._read_metadata, {key: field.contents() for key, field in reader.fields.items()}
+
+    def as_read(blob: Any, wanted: Any, kept: Any = ()) -> Any:
+        if Path(wanted).resolve() != path or "general.architecture" not in known:
+            return reads(blob, wanted, kept)
+        shorter = {key: value if key in kept else _short(value) for key, value in known.items()}
+        return shorter, known["GGUF.tensor_count"], next((each.field.offset for each in reader.tensors), 0)
+
+    gguf.GGUFReader, by_hand._read_metadata = same, as_read
     try:
         with _more_architectures(reader):
             yield
     finally:
-        gguf.GGUFReader = opens
+        gguf.GGUFReader, by_hand._read_metadata = opens, reads
+
+
+def _counted(field: Any) -> Any:
+    """A list of as many numbers, all 0: of these lists transformers takes the length alone, having read each item."""
+    return field._replace(parts=[(0,)], data=[0] * len(field.data), types=[0])
+
+
+def _short(value: Any) -> Any:
+    """As transformers' own reading gives lists of texts that it was not asked for."""
+    return len(value) if isinstance(value, list) and value and isinstance(value[0], str) else value
 
 
 @contextmanager

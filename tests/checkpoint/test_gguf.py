@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specexport.checkpoint.gguf_reader import open_reader
+from specexport.checkpoint.gguf_shared import shared
 from specexport.checkpoint.load import load_checkpoint
-from specexport.checkpoint.source import hash_checkpoint
+from specexport.checkpoint.source import hash_checkpoint, resolve_source
 from specexport.trace.check import reference_logits
 from specexport.trace.prune import drop_layers
 from specexport_runtime.errors import CheckpointError
@@ -65,6 +67,30 @@ def test_the_header_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(parsed) == 1
     assert gguf.GGUFReader is opens
     assert "model.lm_head.weight" in checkpoint.kept
+
+
+def test_the_header_says_what_gguf_and_transformers_read_in_it(tmp_path: Path) -> None:
+    import gguf
+    from transformers.integrations.gguf import reader as by_hand
+
+    path = tmp_path / "tiny.gguf"
+    write_gguf(make_model("Qwen2", GROUPED), path, kinds={"": "Q8_0"})
+    source = resolve_source(str(path))
+    ours, theirs = open_reader(source), gguf.GGUFReader(path)
+    assert list(ours.fields) == list(theirs.fields)
+    for name, field in theirs.fields.items():
+        found = ours.fields[name]
+        assert (found.offset, found.types, found.contents()) == (field.offset, field.types, field.contents()), name
+        parts = [[bytes(each.parts[at]) for at in each.data] for each in (found, field)]
+        assert parts[0] == parts[1], name
+    assert [tensor.data_offset for tensor in ours.tensors] == [tensor.data_offset for tensor in theirs.tensors]
+    tokens = "tokenizer.ggml.tokens"
+    settings, names = by_hand.read_gguf_metadata(str(path), (tokens,))
+    with shared(source, ours):
+        found, found_names = by_hand.read_gguf_metadata(str(path), (tokens,))
+    assert found_names == names
+    assert len(found[tokens]) > 1
+    assert {key: found[key] for key in settings} == settings
 
 
 def test_kept_weights_follow_their_layers(tmp_path: Path) -> None:
