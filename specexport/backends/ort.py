@@ -15,6 +15,8 @@ DATA_NAME = "model.onnx.data"
 PAGE_BYTES = 4096
 INLINE_BYTES = 1024
 """Tensors up to this size stay inside the graph file."""
+_IN_FLIGHT_BYTES = 256 << 20
+"""Most of the weights that are computed and not yet written; a larger one is the only such one."""
 
 
 def rotary_len(recipe: RecipeFields) -> int:
@@ -22,12 +24,13 @@ def rotary_len(recipe: RecipeFields) -> int:
     return max(AUTO_MODEL_LEN, 0 if recipe.max_model_len == "auto" else recipe.max_model_len)
 
 
-def write_onnx(ir_model: "ir.Model", folder: Path) -> str:
+def write_onnx(ir_model: "ir.Model", folder: Path, *, workers: int = 1) -> str:
     """Write ``model.onnx`` and ``model.onnx.data`` into ``folder``; returns the engine file's name.
 
-    Weights of a page or more start on a page, so that a session can map them. They are written one at a time, and lazy
-    ones are computed then: no second copy of the model is ever held. The same model gives the same bytes. OSError if
-    the disk is full, or the folder cannot be written.
+    Weights of a page or more start on a page, so that a session can map them. ``workers`` are written at a time, and
+    lazy ones are computed then: no second copy of the model is ever held. More than one needs weights that are computed
+    apart (no ``Together``). The same model gives the same bytes. OSError if the disk is full, or the folder cannot be
+    written.
     """
     import onnx_ir as ir
 
@@ -37,6 +40,8 @@ def write_onnx(ir_model: "ir.Model", folder: Path) -> str:
         folder / ENGINE_NAME,
         external_data=DATA_NAME,
         size_threshold_bytes=INLINE_BYTES,
+        max_workers=workers,
+        max_in_flight_bytes=_IN_FLIGHT_BYTES,
         alignment=PAGE_BYTES,
         align_threshold=PAGE_BYTES - 1,
     )

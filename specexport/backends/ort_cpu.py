@@ -6,6 +6,7 @@ from specexport.backends.base import Backend, BuildJob, HeadNeed, RecipeFields, 
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.entry import NO_GATES, EngineEntry, Gates, PaddedGraph
 from specexport_runtime.bundle.quant_kinds import KEPT
+from specexport_runtime.machine import available_cores
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -76,7 +77,7 @@ class OrtCpu(Backend):
         formats, padded = packed_formats(ir_model.graph), None
         stored, count = sum(each.num_bytes for each in formats), sum(each.weights for each in formats)
         with job.clock.stage("build", role):
-            path = write_onnx(ir_model, folder)
+            path = write_onnx(ir_model, folder, workers=available_cores())
             if padded_model is not None:
                 padded = PaddedGraph(write_padded_onnx(padded_model, folder), step_inputs(padded_model))
                 release_weights(padded_model.graph.initializers.values())

@@ -1,6 +1,9 @@
 """A lowered model: which inputs remain, and that caches are updated in the memory they came in."""
 
+import time
+import weakref
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +74,39 @@ def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     for file in ("model.onnx", "model.onnx.data", "model.padded.onnx"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
     assert str(Path(__file__).parents[2]).encode() not in (tmp_path / "a" / "model.onnx").read_bytes()
+
+
+def test_weights_that_are_written_side_by_side_are_few_and_give_the_same_bytes(tmp_path, monkeypatch):
+    import onnx_ir as ir
+
+    from specexport.backends import ort
+    from specexport.onnx_emit import lazy_weight
+
+    count, size = 24, 1 << 16
+    alive, most = 0, 0
+
+    def gone() -> None:
+        nonlocal alive
+        alive -= 1
+
+    def make(number: int) -> np.ndarray:
+        nonlocal alive, most
+        array = np.random.default_rng(number).integers(0, 256, size, np.uint8)
+        weakref.finalize(array, gone)
+        alive += 1
+        most = max(most, alive)
+        time.sleep(0.002)
+        return array
+
+    monkeypatch.setattr(ort, "_IN_FLIGHT_BYTES", 3 * size)
+    for workers in (1, 8):
+        graph = ir.Graph([], [], nodes=[], name="weights", opset_imports={"": 23})
+        for number in range(count):
+            lazy_weight(graph, f"w{number}", ir.DataType.UINT8, (size,), partial(make, number))
+        ort.write_onnx(ir.Model(graph, ir_version=10), tmp_path / str(workers), workers=workers)
+        assert most <= {1: 2, 8: 3}[workers]
+    for name in (ort.ENGINE_NAME, ort.DATA_NAME):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "8" / name).read_bytes()
 
 
 def test_weights_are_stored_once_in_one_page_aligned_file(tmp_path: Path) -> None:
