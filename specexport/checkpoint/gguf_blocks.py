@@ -48,7 +48,8 @@ class Format(NamedTuple):
         plain = (codes - np.uint8(self.form.zero - self.spread.shift)).view(np.int8)  # as the file counts them
         scales, least = _terms(stored)
         values = out.reshape(*scales.shape, -1)
-        np.multiply(plain.reshape(values.shape), scales[..., None], out=values)
+        np.copyto(values, plain.reshape(values.shape))
+        values *= scales[..., None]
         if least is not None:
             values += least[..., None]
 
