@@ -20,6 +20,7 @@ from specexport.compile.built import BuiltModel, EngineCheck
 from specexport.compile.check import check_obstacle
 from specexport.compile.draft_trial import Chosen, DraftForm, FormChoice, describe_trial
 from specexport.compile.token_map import Shared
+from specexport.host import map_in_threads
 from specexport.progress import StageClock
 from specexport.recipe import KEEP, BuildRecipe, model_dtype, with_quantization
 from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME
@@ -115,9 +116,10 @@ def build_part(part: Part, dump_dir: Path | None = None) -> BuiltModel:
             clock.note(describe_trial(chosen.entry)[0])
     del part.graph
     gc.collect()  # the graph is gone: its weights must not be in memory beside the check's
+    hashed = map_in_threads(partial(hash_files, folder), [[path.name for path in folder.iterdir()]])
     with clock.stage("check", role, check_obstacle(part.recipe) or ""):
         found = part.check(folder, chosen)
-    return BuiltModel(chosen.entry, hash_files(folder, [path.name for path in folder.iterdir()]), found, *part.texts)
+    return BuiltModel(chosen.entry, next(hashed), found, *part.texts)
 
 
 def _build_form(
