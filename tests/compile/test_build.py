@@ -335,7 +335,8 @@ def test_the_torch_weights_are_gone_before_the_check(tied, tiny_pair, tmp_path, 
         assert addresses  # vectors are in memory, matrices in the checkpoint's files
         return checkpoint
 
-    def no_weight_lives(*_args: object) -> float:
+    def no_weight_lives(*_args: object, full: bool) -> EngineCheck:
+        assert not full
         kinds = (torch.Tensor, torch.nn.Parameter)
         alive = [tensor for tensor in gc.get_objects() if type(tensor) in kinds and tensor.data_ptr() in addresses]
         assert not alive, f"{len(alive)} weights are in memory beside the engine's"
