@@ -207,19 +207,19 @@ class RowReader:
 
 
 _FAR = 32  # rows from one to the next, on an average: opening the file takes as long as reading these
-_AT_ONCE = 1 << 17  # weights: what is computed from them stays in a core's cache
-_PROVEN = 512  # blocks
+_AT_ONCE = 1 << 18  # weights: what is computed from them stays in a core's cache
+_FEW, _PROVEN = 512, 64  # blocks
 
 
 def decode(data: Stored, kind: Any) -> npt.NDArray[np.float32]:
     """Stored rows [n, bytes of a row] as ``gguf.dequantize`` gives them, float32 [n, K], faster and on all cores.
 
-    The first blocks are held to it: where these differ, all are read by it.
+    A few are read by it anyway. Of more, the first are held to it: where these differ, all are read by it.
     """
     from gguf import dequantize
 
     found, plain = FORMATS.get(kind.name), _FLOATS.get(kind.name)
-    if found is None or data.size <= _PROVEN * found.num_bytes:
+    if found is None or data.size <= _FEW * found.num_bytes:
         return np.ascontiguousarray(dequantize(data, kind) if plain is None else data.view(plain), np.float32)
     flat, step = data.reshape(-1, found.num_bytes), _AT_ONCE // found.num_values
     made = np.empty((len(flat), found.num_values), np.float32)
