@@ -123,8 +123,11 @@ def _texts(data: memoryview, place: int, count: int) -> tuple[list[memoryview], 
 
 def read(reader: Any, key: str) -> Any:
     """The value of a key: a number, text, a bool, or a list of one kind of these; None if the file has no such key."""
-    field = reader.fields.get(key)
-    return None if field is None else field.contents()
+    known = vars(reader).setdefault("known", {})  # there are 100,000 texts in some
+    if key not in known:
+        field = reader.fields.get(key)
+        known[key] = None if field is None else field.contents()
+    return known[key]
 
 
 def architecture(reader: Any) -> str:

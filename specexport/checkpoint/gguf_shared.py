@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from specexport.checkpoint.gguf_layouts import LAYOUTS, settings_of
+from specexport.checkpoint.gguf_reader import read
 from specexport.checkpoint.source import Source
 
-_MISREAD = "gpt-oss.rope.scaling."  # transformers fails at these; ``gguf_config`` reads them
-_LONG = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type"))
+_HIDDEN = ("gpt-oss.rope.scaling.", *(f"tokenizer.ggml.{name}" for name in ("merges", "scores", "token_type")))
+"""transformers fails at the first, which ``gguf_config`` reads; the others are long, and it does nothing with them."""
+_TOKENS = "tokenizer.ggml.tokens"
 _SETTINGS_LIKE = {"olmoe": "qwen2_moe"}
 """Architectures that transformers has models of and no table of settings, and whose table is theirs too."""
 
@@ -26,16 +28,14 @@ def shared(source: Source, reader: Any) -> Iterator[None]:
 
     opens, path = gguf.GGUFReader, (source.folder / str(source.gguf_file)).resolve()
     shown = copy(reader)
-    shown.fields = {
-        key: _counted(field) if key in _LONG else field
-        for key, field in reader.fields.items()
-        if not key.startswith(_MISREAD)
-    }
+    shown.fields = {key: value for key, value in reader.fields.items() if not key.startswith(_HIDDEN)}
+    if (tokens := shown.fields.get(_TOKENS)) is not None:  # their number is all that is asked for, once each is read
+        shown.fields[_TOKENS] = tokens._replace(parts=[(0,)], data=[0] * len(tokens.data), types=[0])
 
     def same(wanted: Any, *args: Any, **named: Any) -> Any:
         return shown if not args and not named and Path(wanted).resolve() == path else opens(wanted, *args, **named)
 
-    reads, known = by_hand._read_metadata, {key: field.contents() for key, field in reader.fields.items()}
+    reads, known = by_hand._read_metadata, {key: read(reader, key) for key in reader.fields}
 
     def as_read(blob: Any, wanted: Any, kept: Any = ()) -> Any:
         if Path(wanted).resolve() != path or "general.architecture" not in known:
@@ -49,11 +49,6 @@ def shared(source: Source, reader: Any) -> Iterator[None]:
             yield
     finally:
         gguf.GGUFReader, by_hand._read_metadata = opens, reads
-
-
-def _counted(field: Any) -> Any:
-    """A list of as many numbers, all 0: of these lists transformers takes the length alone, having read each item."""
-    return field._replace(parts=[(0,)], data=[0] * len(field.data), types=[0])
 
 
 def _short(value: Any) -> Any:
