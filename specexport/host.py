@@ -7,6 +7,7 @@ import gc
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,13 +34,16 @@ def peak_memory_bytes() -> int:
 
 
 def map_in_threads(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
-    """``map`` on all cores, for work in numpy, which lets others run meanwhile; never from within such work."""
-    return _threads().map(work, items)
+    """``map`` on all cores, for work that lets others run meanwhile (in numpy or torch); plain within such work."""
+    return map(work, items) if hasattr(_within, "work") else _threads().map(work, items)
+
+
+_within = threading.local()
 
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(available_cores(), "specexport")
+    return ThreadPoolExecutor(available_cores(), "specexport", lambda: setattr(_within, "work", True))
 
 
 def map_large_blocks() -> None:

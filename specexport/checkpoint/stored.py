@@ -42,9 +42,9 @@ class StoredWeight:
         """Whether another one has the same shape and values; reads until they differ."""
         return self.shape == other.shape and all(map(torch.equal, self.parts(), other.parts()))
 
-    def chunks(self) -> list[tuple[int, int]]:
-        """Bounds of the rows that are worked on at a time."""
-        step = max(1, CHUNK // max(1, self.row_size))
+    def chunks(self, size: int = CHUNK) -> list[tuple[int, int]]:
+        """Bounds of the rows that are worked on at a time, ``size`` elements or one row."""
+        step = max(1, size // max(1, self.row_size))
         return [(start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step)]
 
 

@@ -14,8 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map
 
 from specexport.checkpoint.stored import CHUNK, Stored, StoredWeight, stored_by_id
+from specexport.host import map_in_threads
 
 _CPU = torch.device("cpu")
+_PART = 1 << 22  # elements of a layer's weight that are read and multiplied at a time
 _VIEWS = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)
 """Properties that have the values too."""
 
@@ -55,15 +57,18 @@ class _Streaming(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
         return self._weights[id(value)].whole() if self._is_stored(value) else value
 
     def _linear(self, source: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Some outputs at a time: an LM head is the largest weight of all."""
+        """Some outputs at a time on each core: what was read is multiplied while it is in the cache."""
         bias = self._real(bias)
         if not self._is_stored(weight):
             return torch.nn.functional.linear(source, weight, bias)
-        stored = self._weights[id(weight)]
-        parts = [
-            torch.nn.functional.linear(source, stored.rows(start, stop), None if bias is None else bias[start:stop])
-            for start, stop in stored.chunks()
-        ]
+        stored, grad = self._weights[id(weight)], torch.is_grad_enabled()
+
+        def part(bounds: tuple[int, int]) -> Tensor:
+            rows = slice(*bounds)
+            with torch.set_grad_enabled(grad):
+                return torch.nn.functional.linear(source, stored.rows(*bounds), None if bias is None else bias[rows])
+
+        parts = list(map_in_threads(part, stored.chunks(_PART)))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def _embedding(self, ids: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -86,8 +91,19 @@ def streamed(model: Any, stored: Stored) -> Iterator[None]:
     if not stored:
         yield
         return
-    with _Streaming(stored_by_id(model, stored)):
+    with _one_thread(), _Streaming(stored_by_id(model, stored)):
         yield
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Within the block, torch divides no operation: cores have parts of layers instead, and do not wait for others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager
@@ -104,7 +120,7 @@ def stand_ins(model: Any, stored: Stored) -> Iterator[None]:
         id_: StoredWeight(weight.shape, weight.dtype, _Noise(weight, noise))
         for id_, weight in stored_by_id(model, stored).items()
     }
-    with _Streaming(weights):
+    with _one_thread(), _Streaming(weights):
         yield
 
 
