@@ -138,14 +138,11 @@ def _shrunk(kind: Any, overrides: dict[str, Any], repeats: int) -> Any:
 
 def _repeated(fields: dict[str, Any], layers: str | None, repeats: int) -> dict[str, Any]:
     """All layers several times, with what is said of each."""
-    kinds = fields.get("layers_block_type") if layers is None else fields[layers]
-    count = fields.get("num_hidden_layers", len(kinds) if isinstance(kinds, list) else kinds)
-    found = {key: value * repeats for key, value in fields.items() if isinstance(value, list) and len(value) == count}
-    if each := fields.get("per_layer_config"):  # by number, in two digits
-        starts = range(0, count * repeats, count)
-        found["per_layer_config"] = {
-            f"{int(layer) + start:02}": said for start in starts for layer, said in each.items() if int(layer) < count
-        }
+    kinds = fields.get("layers_block_type", ()) if layers is None else fields[layers]
+    count = int(fields.get("num_hidden_layers", len(kinds) if isinstance(kinds, list) else kinds))
+    found: dict[str, Any] = {
+        key: value * repeats for key, value in fields.items() if isinstance(value, list) and len(value) == count
+    }
     if "attention_types" in fields:  # GPT-Neo's lists with how often they come
         found["attention_types"] = [[names, times * repeats] for names, times in fields["attention_types"]]
     return found | {key: count * repeats for key in ("num_hidden_layers", layers) if key in fields}
