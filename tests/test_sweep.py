@@ -10,7 +10,7 @@ from tests.support.models.tiny_traces import keep_operator_table
 from tests.support.references.ort_operators import assert_known
 from tools.architecture_sweep import all_names, main, read_results, run_all, write_results
 from tools.sweep_lib import table
-from tools.sweep_lib.attempt import NOT_MADE, REFUSED, TIMEOUT, TRACEBACK, WORKS, Outcome, attempt
+from tools.sweep_lib.attempt import NOT_MADE, REFUSED, TIMEOUT, TRACEBACK, UNROLLED, WORKS, Outcome, attempt
 
 PAGE = table.PAGE
 
@@ -90,7 +90,7 @@ def test_the_page_is_written_from_results(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(table, "PAGE", page)
     names = {"opt": "OPT", "bart": "Bart", "llama": "Llama"}
     results = {
-        "opt": Outcome("opt", "OPT", WORKS),
+        "opt": Outcome("opt", "OPT", WORKS, layers=UNROLLED),
         "bart": Outcome("bart", "Bart", REFUSED, "bart (Bart) cannot be exported: it is <odd>."),
     }
     assert table.write_table(names, results) == 1  # one was not tried
@@ -98,8 +98,11 @@ def test_the_page_is_written_from_results(tmp_path: Path, monkeypatch: pytest.Mo
     assert "| works | 1 |" in text
     assert "`bart`:\nit is &lt;odd>\n" in text
     assert "## Not tried" in text
-    results["llama"] = Outcome("llama", "Llama", WORKS)
+    results["llama"] = Outcome("llama", "Llama", WORKS, layers="its layers are in no list")
     assert table.write_table(names, results) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "Of 2 deep models 1 have the same engine" in text
+    assert "`llama`:\nits layers are in no list\n" in text
 
 
 def test_an_unknown_name_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 WORKS, REFUSED, NOT_MADE, NOT_A_DECODER = "works", "refused", "not made", "not a decoder"
+UNROLLED = "unrolled"
 TRACEBACK, DIFFERS, TIMEOUT = "traceback", "differs", "timeout"
 DEFECTS = (TRACEBACK, DIFFERS, TIMEOUT)
 
@@ -33,6 +34,8 @@ class Outcome(NamedTuple):
     # largest difference of logits, in parts of the largest logit; None if none were compared
     error: float | None = None
     seconds: float = 0.0  # it took
+    # of a deep model of it: UNROLLED, or why all layers are traced; empty if none was tried
+    layers: str = ""
 
 
 def attempt(name: str, folder: Path) -> Outcome:
@@ -40,11 +43,26 @@ def attempt(name: str, folder: Path) -> Outcome:
     start = time.monotonic()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
+    layers = ""
     try:
         outcome, reason, error = _attempt(name, folder)
+        if outcome == WORKS:
+            layers, equal = _trace_deep(name)
+            if not equal:
+                outcome, reason = DIFFERS, "a few traced layers give another engine than all"
     except Exception:
         outcome, reason, error = TRACEBACK, traceback.format_exc(), None
-    return Outcome(name, CLASSES[name], outcome, reason, error, round(time.monotonic() - start, 1))
+    return Outcome(name, CLASSES[name], outcome, reason, error, round(time.monotonic() - start, 1), layers)
+
+
+def _trace_deep(name: str) -> tuple[str, bool]:
+    from tools.sweep_lib.unrolled import compare_traces
+
+    try:
+        whole, equal = compare_traces(name)
+    except Exception as error:  # not every configuration bears more layers
+        return _one_line(f"no deep model was made ({type(error).__name__})"), True
+    return UNROLLED if whole is None else whole, equal
 
 
 def _attempt(name: str, folder: Path) -> tuple[str, str, float | None]:

@@ -4,7 +4,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
 
-from tools.sweep_lib.attempt import DEFECTS, LOOKAHEAD, NOT_A_DECODER, NOT_MADE, REFUSED, TOLERANCE, WORKS, Outcome
+from tools.sweep_lib.attempt import (
+    DEFECTS,
+    LOOKAHEAD,
+    NOT_A_DECODER,
+    NOT_MADE,
+    REFUSED,
+    TOLERANCE,
+    UNROLLED,
+    WORKS,
+    Outcome,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 _UNKNOWN = "not tried"
@@ -66,8 +76,26 @@ def write_table(names: Mapping[str, str], results: Mapping[str, Outcome]) -> int
     for word, (title, meaning) in _SECTIONS.items():
         if found := sorted(by_outcome[word]):
             page += f"\n## {title}\n\n{meaning}\n\n" + _listed(word, found)
+    page += "\n" + _layers(by_outcome[WORKS])
     PAGE.write_text(page, encoding="utf-8")
     return int(any(by_outcome[word] for word in (_UNKNOWN, *DEFECTS)))
+
+
+def _layers(works: list[Outcome]) -> str:
+    tried = [outcome for outcome in works if outcome.layers]
+    unrolled = sum(outcome.layers == UNROLLED for outcome in tried)
+    text = f"""\
+## Layers of one kind
+
+A build traces [a few layers of each kind](architecture.md#the-way-of-a-build). Of {len(tried)} deep models {unrolled} \
+have the same engine, weights and nodes, as from a trace of all their layers. Of the others all are traced.
+"""
+    reasons: dict[str, list[Outcome]] = {}
+    for outcome in sorted(tried):
+        if outcome.layers != UNROLLED:
+            reasons.setdefault(outcome.layers, []).append(outcome)
+    listed = "\n".join(f"{_names(those)}:\n{fill(reason, 120)}\n" for reason, those in reasons.items())
+    return "\n".join(fill(part, 120) if not part.startswith("#") else part for part in text.split("\n")) + "\n" + listed
 
 
 def _listed(word: str, found: list[Outcome]) -> str:
