@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_any
 
 from specexport.trace.layers import hidden_of
 
@@ -54,7 +55,7 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
         self._kept = {id(each): (ATTENTION if i < num_caches else RECURRENCE, i) for i, each in enumerate(kept)}
         self._owners = _owners(model, self._path)
         self._outside: dict[int, int] = {}  # numbers of values that no layer made, by identity
-        self._local: dict[int, Any] = {}  # names of values within the layer that runs
+        self._local: dict[int, str] = {}  # names of values within the layer that runs
         self._held: list[Any] = []  # keeps identities from being used anew
         self._now: int | None = None
         self._notes: list[list[Any]] = []
@@ -97,6 +98,13 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
             self._trouble = "not every layer runs once"
         if self._trouble is not None:
             return self._trouble
+        try:
+            kinds = self._kinds()
+        except (TypeError, ValueError):  # of an object that is compared with another
+            return "its layers are given what cannot be compared"
+        return LayerKinds(self._layers, self._path, kinds, tuple(self._calls), tuple(self._rest))
+
+    def _kinds(self) -> tuple[int, ...]:
         kinds: list[int] = []
         numbered: dict[int, frozenset[int]] = {}  # of each kind with two layers, where a layer's number stands
         for layer, notes in enumerate(self._notes):
@@ -107,7 +115,7 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
                     break
             else:
                 kinds.append(layer)
-        return LayerKinds(self._layers, self._path, tuple(kinds), tuple(self._calls), tuple(self._rest))
+        return tuple(kinds)
 
     def _before(self, index: int) -> Callable[..., None]:
         def enter(_layer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -131,7 +139,7 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
             self._notes[-1].append(self._named(output))
             self._now, self._hidden = None, hidden_of(output)
             rest = None if isinstance(output, Tensor) else tuple(output[1:])
-            if any(isinstance(each, Tensor) for each in rest or ()):
+            if tree_any(lambda each: isinstance(each, Tensor), rest):
                 self._trouble = self._trouble or "its layers hand more on than a hidden state"
             self._rest.append(rest)
             self._calls.append({word: len(seen) // 2 for word, seen in self._seen.items()})  # two tensors a call
@@ -142,7 +150,7 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
         """Give what a function made a number in its layer; what it got and gives back keeps its own."""
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, Tensor) and id(value) not in self._local:
-                self._local[id(value)] = ("value", len(self._local))
+                self._local[id(value)] = f"value {len(self._local)}"
                 self._held.append(value)
 
     def _named(self, value: Any) -> Any:
@@ -157,7 +165,8 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
             return ("slice", self._named(value.start), self._named(value.stop), self._named(value.step))
         return value
 
-    def _tensor(self, value: Tensor) -> Any:
+    def _tensor(self, value: Tensor) -> str:
+        """In words, so that no number of a tensor is taken for a layer's."""
         key = id(value)
         if key in self._local:
             return self._local[key]
@@ -165,15 +174,15 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
             word, number = self._kept[key]
             if number not in self._seen[word]:
                 self._seen[word].append(number)
-            return (word, number - self._seen[word][0])
+            return f"{word} {number - self._seen[word][0]}"
         if key in self._owners:
             layer, name = self._owners[key]
-            own = layer == self._now
-            return ("weight", name if own else (layer, name), value.dtype, tuple(value.shape))
+            whose = "own" if layer == self._now else layer
+            return f"weight {name} of {whose}: {value.dtype} {tuple(value.shape)}"
         if key not in self._outside:
             self._outside[key] = len(self._outside)
             self._held.append(value)
-        return ("outside", self._outside[key])
+        return f"outside {self._outside[key]}"
 
 
 def _layer_list(model: Any) -> tuple[Any, str]:

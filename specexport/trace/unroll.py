@@ -242,9 +242,6 @@ class _Unrolling:
         node = value.producer()
         return node is not None and (node.op_type, node.domain) == ("Constant", "")
 
-    def _same_weight(self, x: ir.Value, one: int, y: ir.Value, other: int) -> bool:
-        return str(y.name) == self._weight_name(x, one, other)
-
     def _weight_name(self, value: ir.Value, layer: int, other: int) -> str:
         """What is in another layer the weight that ``value`` is in ``layer``; its own name if it is not a layer's."""
         name, mine = str(value.name), f"{self._prefix}{layer}."
