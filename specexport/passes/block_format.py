@@ -58,6 +58,7 @@ STRETCH = 1024
 _SUPER = 256  # inputs that share a base
 _LINE = 64
 _CHUNK = 1 << 22  # weights worked on at a time: bounds the memory beside the result
+_KEPT_CHUNK = 1 << 20  # of those that are read as they are stored: the system need not give memory for each anew
 BOOKS = {
     "iq4": np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16),
     "fp4": np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16),
@@ -154,7 +155,7 @@ def pack(format: str, weight: BlockWeight) -> Packed:  # noqa: A002
     _check(format, form, weight)
     shape = packed_shape(format, n, k)
     result = np.zeros(shape, np.uint8)
-    for rows in _chunks(n, k):
+    for rows in _chunks(n, k, _CHUNK if weight.format else _KEPT_CHUNK):
         blocks = weight.read(rows)
         tiles = slice(int(rows[0]) // TILE, int(rows[-1]) // TILE + 1)
         codes, values = _plain_codes(blocks.codes, form), _parameters(form, blocks, weight.form.zero)
@@ -251,9 +252,9 @@ def _up(number: int, to: int) -> int:
     return -(-number // to) * to
 
 
-def _chunks(n: int, k: int) -> Iterator[npt.NDArray[np.int64]]:
+def _chunks(n: int, k: int, size: int = _CHUNK) -> Iterator[npt.NDArray[np.int64]]:
     """Rows of whole tiles, the last filled up by nothing."""
-    step = max(TILE, _CHUNK // max(k, 1) // TILE * TILE)
+    step = max(TILE, size // max(k, 1) // TILE * TILE)
     return (np.arange(start, min(start + step, n)) for start in range(0, n, step))
 
 
