@@ -8,20 +8,20 @@ from typing import Any, TextIO
 from specexport.progress import Progress, ProgressEvent
 
 SECONDS: Mapping[str, tuple[float, float]] = {
-    "load": (1.0, 9.0),
-    "reference": (2.0, 10.0),
-    "trace": (13.0, 12.0),
-    "passes": (2.0, 2.0),
-    "lower": (0.5, 0.3),
-    "build": (0.5, 6.0),
-    "check": (1.0, 9.0),
+    "load": (1.0, 3.0),
+    "reference": (0.2, 4.4),
+    "trace": (3.0, 2.3),
+    "passes": (1.8, 0.6),
+    "lower": (0.2, 0.1),
+    "build": (0.5, 3.4),
+    "check": (0.1, 1.1),
 }
-"""Of each stage of a model, on two cores: seconds of any model, and more for each GB of its files."""
-_TRIAL = (5.0, 27.0)
+"""Of each stage of a model, on two cores of a Xeon: seconds of any model, and more for each GB of its files."""
+_TRIAL = (1.5, 5.0)
 """Of the trial of a draft's form; the GB are the target's, which writes the texts."""
-_PLAN = (3.0, 2.0)
+_PLAN = (2.0, 1.0)
 """Of finding and hashing all files."""
-_BUNDLE = 3.0
+_BUNDLE = 1.5
 _DOUBT_S = 30.0
 """Seconds of building that say as much of this machine's speed as what the table says."""
 
