@@ -172,7 +172,8 @@ def _trace_layers(
 
     traced = [] if kinds is None else kinds.traced(taps)
     if kinds is None or len(traced) == len(kinds.layers):
-        return trace(calls), None
+        alone = kinds is not None and len(set(kinds.kinds)) == len(traced) > 2
+        return trace(calls), f"each of its {len(traced)} layers computes something of its own" if alone else None
     weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     try:
         with only(kinds, traced):

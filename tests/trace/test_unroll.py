@@ -62,6 +62,8 @@ def test_layers_that_compute_by_their_number_are_of_no_kind() -> None:
     found = kinds_of(model)
     assert isinstance(found, LayerKinds)
     assert found.kinds == (0, 1, 2, 3)
+    traced = trace_checkpoint(make_checkpoint(model))
+    assert traced.whole == "each of its 4 layers computes something of its own"
 
 
 def test_a_layer_that_another_branch_changes_is_of_its_own_kind() -> None:
