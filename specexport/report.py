@@ -66,6 +66,7 @@ def markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
 def terminal_table(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> "Table":
     """A row for each of ``rows``; cells are computed row by row."""
     from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
     from rich.table import Table
 
     columns = [column for column in columns if column.shown]
@@ -76,7 +77,8 @@ def terminal_table(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> "Tabl
             overflow="fold" if column.fold else "ellipsis", ratio=1 if column.fold else None,
         )  # fmt: skip
     for row in rows:
-        table.add_row(*(column.show(row) for column in columns))
+        cells = [column.show(row) for column in columns]
+        table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in cells))
     return table
 
 

@@ -86,9 +86,11 @@ def _decode(
     from dataclasses import replace
 
     short = replace(params, max_tokens=min(params.max_tokens, WARMUP_TOKENS))
-    engine.generate(text, short, **drafting)  # a mistake is refused before anything long begins
-    engine.generate(text, short, drafter="none")
-    plain = engine.generate(text, params, drafter="none", trace=True)[0].trace or []
+    # A mistake is refused before anything long begins. Nothing is remembered: a draft would copy the text that it is
+    # compared with.
+    engine.generate(text, short, remember=False, **drafting)
+    engine.generate(text, short, remember=False, drafter="none")
+    plain = engine.generate(text, params, remember=False, drafter="none", trace=True)[0].trace or []
     result = engine.generate(text, params, trace=True, **drafting)[0]
     each = [r.milliseconds / len(r.emitted) for r in plain[1:] if r.emitted]  # the first one reads the prompt
     trace = (result.trace or [])[1:]
@@ -148,7 +150,8 @@ def _print(
     if engine.token_map is not None:
         shared = engine.token_map.num_shared
         lines.append(f"The draft model has another vocabulary: it can say {shared} tokens of the target's.")
-    before = "\n".join([verdict_line(summary), *end_line(result.finish_reason, len(result.token_ids), most)])
+    first = (result.trace[0].num_tested, result.trace[0].accepted) if result.trace else (0, 0)
+    before = "\n".join([verdict_line(summary, first), *end_line(result.finish_reason, len(result.token_ids), most)])
     table = make_table(trace, pieces, whole=whole)
     print_report(table, lines, before=before, colour=colour, width=None if whole else NARROW)
 

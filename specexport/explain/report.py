@@ -109,8 +109,10 @@ def show_draft(r: RoundTrace, pieces: Pieces) -> "Text":
     return text
 
 
-def verdict_line(summary: Summary) -> str:
-    """What drafting came to, in words."""
+def verdict_line(summary: Summary, first: tuple[int, int] = (0, 0)) -> str:
+    """What drafting came to, in words. ``first`` are draft tokens of the prompt's round, tested and accepted."""
+    if not summary.drafted and first[0]:
+        return f"All drafts were in the round that read the prompt: {first[1]} of {first[0]} tokens were accepted."
     if not summary.drafted:
         return "Nothing was drafted: this text was decoded plainly."
     if summary.plain_milliseconds is None or not summary.milliseconds:
@@ -181,8 +183,8 @@ def _count_line(summary: Summary) -> str:
     rate = f" ({summary.accepted / summary.drafted:.3f})" if summary.drafted else ""
     beside = f", {summary.accepted_branches} of {summary.branches} on branches" if summary.branches else ""
     return (
-        f"{summary.tokens} tokens in {summary.rounds} rounds; {summary.accepted} of {summary.drafted} draft tokens "
-        f"accepted{rate}{beside}."
+        f"{summary.tokens} tokens in {summary.rounds} rounds after the prompt's; {summary.accepted} of "
+        f"{summary.drafted} draft tokens accepted{rate}{beside}."
     )
 
 

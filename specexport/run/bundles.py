@@ -149,7 +149,7 @@ def look_at(kept: Kept) -> Look:
         if now != before:
             changed.append(place)
     if not whole:
-        return Look("its bundle cannot be used", gone)
+        return Look("the bundle in the cache is damaged", gone)
     if changed:
         return Look(f"{short(changed[0])} has changed", gone)
     return Look("it was built by another release" if kept.version != version("specexport") and not gone else None, gone)

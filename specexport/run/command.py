@@ -10,12 +10,12 @@ from typing import Any
 import click
 
 from specexport.backends.base import AUTO_MODEL_LEN
-from specexport.run.bundles import Kept, Wanted, find_kept, given_place, look_at, short, states_of
+from specexport.run.bundles import Kept, Wanted, all_kept, find_kept, given_place, look_at, short, states_of
 from specexport_runtime.bundle.entry import MAX_MODEL_LEN
 from specexport_runtime.bundle.manifest import MANIFEST_NAME
 from specexport_runtime.cli.any_text import typed
 from specexport_runtime.cli.options import engine_flag
-from specexport_runtime.errors import MissingDependencyError, UserInputError
+from specexport_runtime.errors import BundleError, MissingDependencyError, UserInputError
 
 _BUILD = (
     click.option("--draft", metavar="CHECKPOINT", help="Draft checkpoint, if the model is a checkpoint too."),
@@ -31,15 +31,43 @@ def takes_checkpoints(command: click.Command) -> click.Command:
         option(made)
     for param in made.params[len(command.params) :]:
         vars(param)["heading"] = "Checkpoints"
+    made.params = [_at_place(param) if param.name == "bundle" else param for param in made.params]
 
     def find_and_run(draft: str | None, quantize: str | None, **values: Any) -> Any:
         click.get_current_context().obj = partial(
             find_bundle, draft=draft, quantize=quantize, max_model_len=values.get("max_model_len")
         )
-        return call(**values) if call is not None else None
+        try:
+            return call(**values) if call is not None else None
+        except BundleError as error:
+            kept = next((each for each in all_kept() if str(each.bundle) in error.message), None)
+            if kept is None:
+                raise
+            fix = f"`specexport remove {kept.wanted.name}`, then run it again."
+            raise BundleError(f"{error.message.rstrip('.')}, in the cache.", fix) from error
 
     made.callback = find_and_run
     return made
+
+
+class Place(click.Path):
+    """A path, or a hub id; ``./x`` stays a path."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """From what was typed."""
+        if not value:
+            self.fail("it is empty: give a file, a folder or a hub id.", param, ctx)
+        typed_path = isinstance(value, str) and value.startswith((".", "~"))
+        return super().convert(os.path.abspath(os.path.expanduser(value)) if typed_path else value, param, ctx)
+
+
+def _at_place(param: click.Parameter) -> click.Parameter:
+    copied = copy.copy(param)
+    copied.type = Place()
+    return copied
 
 
 def find_bundle(given: Path, *, draft: str | None, quantize: str | None, max_model_len: int | None) -> Path:
@@ -94,7 +122,7 @@ def _build(wanted: Wanted) -> Kept:
 
 
 @click.command()
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=Place())
 @click.argument("prompt", required=False)
 @_BUILD[0]
 @_BUILD[1]

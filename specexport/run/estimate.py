@@ -82,8 +82,9 @@ def show_estimate(stream: TextIO, name: str, sizes: Mapping[str, int]) -> Iterat
         with _line(stream, name, estimate):
             yield estimate.on_event
         return
-    size, left = sum(sizes.values()) / 1e9, describe_seconds(estimate.seconds_left())
-    print(f"building {name} from {size:.2g} GB, which takes {left}", file=stream, flush=True)
+    size, left = sum(sizes.values()), describe_seconds(estimate.seconds_left())
+    amount = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+    print(f"building {name} from {amount}, which takes {left}", file=stream, flush=True)
     yield estimate.on_event
     print(f"built {name} in {time.monotonic() - begin:.0f} s", file=stream, flush=True)
 

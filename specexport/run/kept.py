@@ -103,6 +103,8 @@ def remove(names: tuple[str, ...], everything: bool, unused_for: float | None) -
     """Remove bundles from the user's cache by the names that `specexport list` shows. What runs them goes on."""
     if bool(names) + everything + (unused_for is not None) != 1:
         raise UserInputError("it is not clear what to remove.", "give NAMEs, --all or --unused-for DAYS.")
+    if unused_for is not None and not unused_for >= 0:
+        raise UserInputError(f"--unused-for {unused_for:g} is no number of days.", "give 0 or more.")
     root = _root()
     sweep()
     bundles = _by_name()

@@ -111,6 +111,9 @@ def test_explain_prints_a_table_and_a_verdict(run_cli, tiny_bundle, cache, tmp_p
     assert "Verdict, " in ended.stdout
     assert "by what steps cost" in ended.stdout
     assert "\x1b[3" in ended.stdout
+    asked = (tiny_bundle, "one two three", "--drafter", "suffix", "--max-tokens", 24, "--ignore-eos", *FAST, "--json")
+    alone, traced = (json.loads(run_cli(name, *asked).stdout) for name in ("generate", "explain"))
+    assert len(traced["rounds"]) + 1 == alone["stats"]["rounds"], "nothing is copied from what it is compared with"
     ended = run_cli("explain", tiny_bundle, "one two", "--max-tokens", 1, *FAST)
     assert ended.exit_code == 0, ended.output
     assert ended.stdout.startswith("Nothing was drafted")

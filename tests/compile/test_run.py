@@ -117,7 +117,7 @@ def test_the_first_call_builds_and_the_second_finds_it(run, run_cli, builds, cac
     assert first.exit_code == second.exit_code == 0, first.output
     assert first.stdout == second.stdout == run_cli("generate", tiny_bundle, "def f(", "--max-tokens", 4).stdout
     begin, end = first.stderr.splitlines()
-    assert re.fullmatch(r"building model from \S+ GB, which takes about \d+ s", begin)
+    assert re.fullmatch(r"building model from \S+ MB, which takes about \d+ s", begin)
     assert re.fullmatch(r"built model in \d+ s", end)
     assert not second.stderr
     assert builds.count == 1
@@ -217,10 +217,13 @@ def test_a_bundle_outlives_its_checkpoint(run, builds, target) -> None:
 def test_what_is_damaged_in_the_cache_is_built_again(run, builds) -> None:
     run()
     (all_kept()[0].bundle / "target" / "model.onnx").unlink()
-    assert "its bundle cannot be used: model is built again" in run().stderr
+    assert "the bundle in the cache is damaged: model is built again" in run().stderr
     (all_kept()[0].folder / "built.json").write_text("{")
     assert run().exit_code == 0
     assert builds.count == 3
+    weights = all_kept()[0].bundle / "target" / "model.onnx.data"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    assert "Fix: `specexport remove model`, then run it again." in run().stderr, "of its size, as it was written"
 
 
 def test_a_wrong_draft_leaves_nothing(run, builds, refuse_cli, target, cache, tiny_bundle) -> None:
@@ -257,6 +260,8 @@ def test_a_folder_that_is_nothing_of_ours(refuse_cli, tmp_path, cache, monkeypat
     assert "error: checkpoint nothing.gguf: there is" in refuse_cli("run", "nothing.gguf", "text"), "as it was typed"
     assert given_place("org/model") == str(tmp_path / "org" / "model")
     assert given_place("org/other") == "org/other"
+    assert "there is no such folder or file" in refuse_cli("run", "./org/other", "text"), "no hub id"
+    assert "it is empty" in refuse_cli("run", "", "text")
     assert given_place("other.gguf") == str(tmp_path / "other.gguf")
 
 
@@ -283,6 +288,8 @@ def test_list_and_remove(run, run_cli, refuse_cli, builds, target, tiny_pair, ca
         assert str(word) in shown
     assert "did you mean model?" in refuse_cli("remove", "modell")
     assert "not clear" in refuse_cli("remove")
+    for days in ("-1", "nan"):
+        assert "no number of days" in refuse_cli("remove", f"--unused-for={days}")
     run("--draft", tiny_pair.draft)
     names = re.findall(r"model@[0-9a-f]{4}", run_cli("list").stdout)
     assert len(set(names)) == 2
@@ -298,6 +305,13 @@ def test_list_and_remove(run, run_cli, refuse_cli, builds, target, tiny_pair, ca
     assert "removed engines" in run_cli("remove", "--all").stdout
     assert is_clear(cache)
     assert {path.name for path in cache.iterdir()} == {"bundles", "mine"}, "what is not ours stays"
+
+
+def test_a_name_is_listed_as_it_is(run_cli, builds, target, tmp_path) -> None:
+    for name in ("n[red]x", "n[/x]"):
+        shutil.copytree(target, tmp_path / name)
+        assert run_cli("run", tmp_path / name, "def f(", "--max-tokens", 1).exit_code == 0
+        assert name in run_cli("list").stdout
 
 
 def test_every_kind_of_data_in_the_cache_is_listed() -> None:

@@ -218,6 +218,13 @@ def test_the_first_line_is_a_verdict(trace, said):
     assert verdict_line(summarize(trace, curves=None, longest=4, context=10)).startswith(said)
 
 
+def test_drafts_of_the_prompts_round_are_not_denied():
+    summary = summarize([], curves=None, longest=4, context=10)
+    assert verdict_line(summary, (4, 3)) == (
+        "All drafts were in the round that read the prompt: 3 of 4 tokens were accepted."
+    )
+
+
 def test_it_says_why_a_text_is_short_and_which_promises_were_not_kept():
     assert end_line("length", 24, 24) == []
     assert end_line("stop", 21, 24) == ["The text ended after 21 of at most 24 tokens, at its end token, or a stop."]

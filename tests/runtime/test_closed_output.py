@@ -99,3 +99,18 @@ def test_generate_into_a_closed_pipe(demo_bundle):
     finally:
         os.close(broken)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_streams_that_were_closed_are_empty_and_unread(monkeypatch):
+    """As by ``<&-`` and ``>&-``: Python has None for them."""
+
+    def go():
+        assert sys.stdin.read() == ""
+        assert not sys.stdout.isatty()
+        click.echo("x")
+
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(sys, name, None)
+    assert run(doing(go), "go") == 0
+    sys.stdin.close()
+    sys.stdout.close()

@@ -117,10 +117,11 @@ def generate(
     drafting["trace"] = trace
     bundle = find_bundle(bundle)
     manifest = load_manifest(bundle)
-    chat = CHAT_TEMPLATE_NAME in manifest.files if chat is None else chat
-    if system is not None and not chat:
+    chats = CHAT_TEMPLATE_NAME in manifest.files if chat is None else chat
+    if system is not None and not chats:
         raise InvalidRequestError(
-            "--system was given, and plain text has no place for it.", "leave it out, or use a chat template (--chat)."
+            "--system was given, and plain text has no place for it.",
+            "leave it out: this model has no chat template." if chat is None else "add --chat.",
         )
     rows = min(engine_options.max_num_seqs or manifest.default_num_seqs, max(len(items), 1))
     from specexport_runtime.engine import SpecEngine
@@ -131,7 +132,7 @@ def generate(
         engine.add_observer(NeverAccepted(notes.append))
         texts = [item.text for item in items]
         inputs: list[Prompt] = list(texts)
-        if chat:
+        if chats:
             told = [] if system is None else [{"role": "system", "content": system}]
             conversations = [[*told, {"role": "user", "content": text}] for text in texts]
             texts = [engine.format_chat(each) for each in conversations]

@@ -119,6 +119,7 @@ class SuggestingGroup(click.Group):
     ) -> Any:
         """Run the command line; see :meth:`click.Command.main`."""
         take_any_text()
+        _open_missing_streams()
 
         def run() -> Any:
             return super(SuggestingGroup, self).main(args, prog_name, complete_var, standalone_mode=False, **extra)
@@ -148,6 +149,13 @@ class SuggestingGroup(click.Group):
             tail = f"did you mean {near!r}?" if near else f"the commands are {known}."
             raise click.UsageError(f"no such command {name!r}: {tail}", ctx=ctx)
         return super().resolve_command(ctx, args)
+
+
+def _open_missing_streams() -> None:
+    """What was closed for this process (``<&-``, ``>&-``) is empty, and nobody reads it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the end
 
 
 class ClosedOutputError(Exception):
