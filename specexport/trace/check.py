@@ -89,15 +89,15 @@ def check_packed(model: Any, calls: ModelCalls) -> LayerKinds | str:
         next(_packed_steps(model, calls, sequences, kept))
     kinds = watch.result()
     if isinstance(kinds, str):
-        _compare(model, calls, sequences)
+        _compare(model, calls, sequences, _by_states(calls))
         return kinds
     few = kinds.traced()
     with only(kinds, few):
-        _compare(model, calls_of(calls, kinds, few), sequences)
+        _compare(model, calls_of(calls, kinds, few), sequences, _by_states(calls))
     return kinds
 
 
-def _compare(model: Any, calls: ModelCalls, sequences: list[list[int]]) -> None:
+def _compare(model: Any, calls: ModelCalls, sequences: list[list[int]], hint: str) -> None:
     expected = eager_logits(model, sequences)
     for (starts, ends), logits in _packed_steps(model, calls, sequences, _empty_caches(model, calls)):
         wanted = np.concatenate([expected[row][starts[row] : ends[row]] for row in range(2)])
@@ -107,7 +107,7 @@ def _compare(model: Any, calls: ModelCalls, sequences: list[list[int]]) -> None:
                 f"packed tokens change its logits by {error:.2g} (of {scale:.2g}): something of it mixes tokens beside "
                 "attention and the recurrences that are known, or numbers them itself"
             )
-            raise refuse(model, reason + _by_states(calls))
+            raise refuse(model, reason + hint)
 
 
 def _packed_steps(

@@ -115,9 +115,9 @@ def test_a_disk_that_is_too_small(refuse_cli, tiny_pair, tmp_path, monkeypatch):
 def test_a_weights_file_that_ends_too_early(refuse_cli, tiny_pair, tmp_path, monkeypatch):
     write, before = ort.write_onnx, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def write_a_little(ir_model: Any, folder: Path) -> str:
+    def write_a_little(ir_model: Any, folder: Path, **options: Any) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # numpy then says what it says of a full disk
-        return write(ir_model, folder)
+        return write(ir_model, folder, **options)
 
     monkeypatch.setattr(ort, "write_onnx", write_a_little)
     try:

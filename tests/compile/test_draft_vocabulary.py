@@ -151,7 +151,7 @@ def test_the_bundle_says_what_its_draft_has(cut_bundle: Path, run_cli: RunCli) -
     # Embeddings are only looked up, and what was cut from the LM head multiplies nothing.
     assert target.parameters.total - target.parameters.step == target.vocab_size * 64
     assert entry.parameters.total - entry.parameters.step == 300 * 32 + (300 - SIZE) * 32
-    assert f"LM head: {SIZE} of 300 tokens" in run_cli("inspect", cut_bundle).output
+    assert f"LM head: {SIZE} of 300 tokens" in run_cli("inspect", cut_bundle, "--all").output
 
 
 def test_verify_compares_the_kept_rows_and_the_law(cut_bundle: Path, tiny_pair: TinyPair, run_cli: RunCli) -> None:

@@ -14,7 +14,14 @@ MAKES_NODES = {"ir.node", "ir.Node", "ir.tape.Tape", "ir.from_onnx_text", "onnx.
 MAKES_NODES |= {f"{at}.parse_{kind}" for at in ("parser", "onnx.parser") for kind in ("function", "graph", "node")}
 MAY_MAKE_NODES = {("onnx_emit.py", "ir.node"), ("lowering/recurrence.py", "parser.parse_function")}
 """Nodes of a graph, and bodies of model-local functions."""
-LOADED_FOR_ONNX_IR = ("passes", "trace/export.py", "debug/graph.py", "debug/save.py", "debug/points.py")
+LOADED_FOR_ONNX_IR = (
+    "passes",
+    "trace/export.py",
+    "trace/unroll.py",
+    "debug/graph.py",
+    "debug/save.py",
+    "debug/points.py",
+)
 """Passes derive from onnx_ir's, and nothing loads the trace but to trace, or the graphs of `debug` but to compare them:
 these import it at the top."""
 

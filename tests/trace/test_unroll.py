@@ -26,11 +26,17 @@ def kinds_of(model: Any) -> LayerKinds | str:
     ("name", "config", "kinds"),
     [
         ("gemma3", {"num_hidden_layers": 6, "layer_types": KINDS}, (0, 0, 2, 0, 0, 2)),
-        ("deepseek_v3", {"num_hidden_layers": 5, "first_k_dense_replace": 1}, (0, 1, 1, 1, 1)),
-        (
+        pytest.param(
+            "deepseek_v3",
+            {"num_hidden_layers": 5, "first_k_dense_replace": 1},
+            (0, 1, 1, 1, 1),
+            marks=pytest.mark.whole,
+        ),
+        pytest.param(
             "qwen3_next",
             {"num_hidden_layers": 6, "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2},
             (0, 0, 2, 0, 0, 2),
+            marks=pytest.mark.whole,
         ),
     ],
 )

@@ -116,14 +116,13 @@ def generate(
     busy = too_high_load() if stats and engine_options.spin else None  # before this adds its own
     drafting["trace"] = trace
     bundle = find_bundle(bundle)
-    manifest = load_manifest(bundle)
-    chats = CHAT_TEMPLATE_NAME in manifest.files if chat is None else chat
+    chats = CHAT_TEMPLATE_NAME in load_manifest(bundle).files if chat is None else chat
     if system is not None and not chats:
         raise InvalidRequestError(
             "--system was given, and plain text has no place for it.",
             "leave it out: this model has no chat template." if chat is None else "add --chat.",
         )
-    rows = min(engine_options.max_num_seqs or manifest.default_num_seqs, max(len(items), 1))
+    rows = min(engine_options.max_num_seqs or load_manifest(bundle).default_num_seqs, max(len(items), 1))
     from specexport_runtime.engine import SpecEngine
     from specexport_runtime.watch.never_accepted import NeverAccepted
 
