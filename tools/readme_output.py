@@ -15,7 +15,7 @@ README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- demo output -->\n).*?(<!-- end -->\n)", re.DOTALL)
 MEASURED = "\nGreedy, "
 """How the measurement begins, behind the streamed text."""
-TEXT_LINES = 6
+TEXT_LINES = 2
 
 
 def cpu_name() -> str:
