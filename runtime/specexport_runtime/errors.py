@@ -4,7 +4,7 @@
 
     SpecexportError                   exit code 1
     ├── UserInputError                exit code 2: the caller can fix it
-    │   ├── InvalidRequestError       a prompt or a sampling parameter
+    │   ├── InvalidRequestError       a prompt or a sampling parameter; a ValueError too
     │   ├── RecipeError               a build flag or a recipe key
     │   ├── CheckpointError           a checkpoint that cannot be read
     │   ├── UnsupportedModelError     a model that cannot be traced exactly
@@ -13,11 +13,13 @@
     │   ├── MissingDependencyError    an extra is not installed
     │   └── BundleError               a bundle part is missing or altered
     ├── IncompatibleError             exit code 3: bundle or hardware does not fit
+    ├── CheckFailedError              exit code 1: a proof did not hold
     ├── EngineClosedError             exit code 1: the engine takes no more requests
     │   └── EngineDeadError           it was ended by a defect, fails again and again, or stands still
+    ├── EndlessWaitError              exit code 1: waiting in this thread or process would never end
     ├── QueueFullError                exit code 1: too many requests wait; later there may be room
-    ├── RequestFailedError            exit code 1: a request ended by an exception, which is its cause
-    └── CheckFailedError              exit code 1: a proof did not hold
+    │   └── OwnerLimitError           one owner has as many requests as it may have
+    └── RequestFailedError            exit code 1: a request ended by an exception, which is its cause
 
 Every message says what is wrong and where; ``hint`` says how to fix it. Commands print both on one line and no
 traceback. This module imports nothing when it is loaded.

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from specexport_runtime import errors
+
 ROOT = Path(__file__).parents[2]
 NOT_OURS = {"build", "dist", "engines"}
 PAGES = sorted(
@@ -89,6 +91,12 @@ def is_there(name: str) -> bool:
         )
     except ImportError:
         return False
+
+
+def test_the_tree_of_errors_names_every_class() -> None:
+    tree = re.findall(r"[├└]── (\w+)", errors.__doc__ or "")
+    classes = [cls.__name__ for cls in vars(errors).values() if isinstance(cls, type)]
+    assert sorted(["SpecexportError", *tree]) == sorted(classes)
 
 
 def test_what_is_broken_is_found(tmp_path: Path) -> None:

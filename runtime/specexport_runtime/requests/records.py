@@ -295,5 +295,5 @@ class RoundTrace(NamedTuple):
 class DraftStage(NamedTuple):
     """One way to draft for a request, and how far."""
 
-    drafter: str  # ``"lookup"``, ``"draft-model"``, ``"head"`` or ``"self"``
+    drafter: str  # ``"lookup"``, ``"suffix"``, ``"draft-model"``, ``"head"``, ``"self"``, or a name from ``drafters``
     lookahead: int  # most draft tokens a round (K)
