@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docker/README.md", "examples/*/README.md")
+OUTSIDE = (
+    "README.md",
+    *("CONTRIBUTING.md", "CHANGELOG.md", "docker/README.md", "examples/*/README.md", "tests/support/README.md"),
+    *("examples/heads/cards/*.md", "benchmarks/results/*.md", "tools/gpu_check_lib/README.md"),
+)
 """Pages of the site that do not lie in ``docs/``."""
 OPTIONS_HERE = "<!-- the engine options -->"
 """What a page has in the place of their list."""
