@@ -50,7 +50,7 @@ def takes_checkpoints(command: click.Command) -> click.Command:
     return made
 
 
-class Place(click.Path):
+class ModelPlace(click.Path):
     """A path, or a hub id; ``./x`` stays a path."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Place(click.Path):
 
 def _at_place(param: click.Parameter) -> click.Parameter:
     copied = copy.copy(param)
-    copied.type = Place()
+    copied.type = ModelPlace()
     return copied
 
 
@@ -122,7 +122,7 @@ def _build(wanted: Wanted) -> Kept:
 
 
 @click.command()
-@click.argument("target", type=Place())
+@click.argument("target", type=ModelPlace())
 @click.argument("prompt", required=False)
 @_BUILD[0]
 @_BUILD[1]
