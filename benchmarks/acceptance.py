@@ -27,13 +27,13 @@ Totals = npt.NDArray[np.float64]
 def watched(rule: Callable[..., Any], totals: dict[Any, Totals]) -> Callable[..., Any]:
     """``rule``, which notes by text what it accepts of each draft of a model, and what either does in the mean."""
 
-    def accept(drafted: Any, laws: Any, target: Any, draws: Any) -> Any:
+    def accept(drafted: Any, distributions: Any, target: Any, draws: Any) -> Any:
         rows = set[int]()
-        verdict = rule(drafted, laws, lambda j: (rows.add(j), target(j))[1], draws)
-        if laws:
+        verdict = rule(drafted, distributions, lambda j: (rows.add(j), target(j))[1], draws)
+        if distributions:
             block, token, total = 1.0, 1.0, np.array([verdict.accepted, len(rows), 1.0, 0.0, 0.0])
             for j, drawn in enumerate(drafted):
-                ratio = target(j).probability(drawn) / laws[j].probability(drawn)
+                ratio = target(j).probability(drawn) / distributions[j].probability(drawn)
                 block, token = min(1.0, block * ratio), token * min(1.0, ratio)
                 total[3:] += block, token
             totals[draws] = totals.get(draws, 0.0) + total

@@ -22,7 +22,7 @@ from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
 
 VOCAB, LOOKAHEAD = 151_936, 4
-LAWS: dict[str, dict[str, Any]] = {
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0},
     "0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9},
     "0.7, top-p 0.9, top-k 40, min-p 0.02": {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.02},
@@ -83,9 +83,9 @@ def answer(sampler: RowSampler, step: int, logits: Any, asks: list[RowAsk]) -> N
     few.view(np.int32)[: FEW * count], few.view(np.float32)[FEW * count : 2 * FEW * count] = ids.ravel(), values.ravel()
 
 
-def measure(law: dict[str, Any], batch: int, repeats: int) -> float:
+def measure(distribution: dict[str, Any], batch: int, repeats: int) -> float:
     """Microseconds of a round."""
-    rng, sampler = np.random.default_rng(3), Sampler(SamplingParams(**law), [1], VOCAB)
+    rng, sampler = np.random.default_rng(3), Sampler(SamplingParams(**distribution), [1], VOCAB)
     target, draft = (RowSampler(IdleDriver(), VOCAB, batch) for _ in range(2))  # type: ignore[arg-type]
     draft.reserve(batch, LOOKAHEAD)
     target.reserve(batch * (LOOKAHEAD + 1), 0)
@@ -113,9 +113,10 @@ def measure(law: dict[str, Any], batch: int, repeats: int) -> float:
 
     def whole_round(*, is_answered: bool) -> None:
         steps = drafted()
-        laws = [[sampler.law(rows[i]) for rows in steps] for i in range(batch)]
+        distributions = [[sampler.row_distribution(rows[i]) for rows in steps] for i in range(batch)]
         tokens = [
-            [law.draw(s.peek(j).draft) for j, law in enumerate(own)] for s, own in zip(streams, laws, strict=True)
+            [distribution.draw(s.peek(j).draft) for j, distribution in enumerate(own)]
+            for s, own in zip(streams, distributions, strict=True)
         ]
         asks = target_asks(tokens)
         target.put(asks, 0)
@@ -124,7 +125,7 @@ def measure(law: dict[str, Any], batch: int, repeats: int) -> float:
         rows = target.take(asks, none)
         for i, s in enumerate(streams):
             own = rows[i * (LOOKAHEAD + 1) :][: LOOKAHEAD + 1]
-            RULES["block"](tokens[i], laws[i], lambda j, own=own: sampler.law(own[j]), s)  # type: ignore[misc]
+            RULES["block"](tokens[i], distributions[i], lambda j, o=own: sampler.row_distribution(o[j]), s)  # type: ignore[misc]
 
     drafted()
     for step in range(LOOKAHEAD):
@@ -134,13 +135,16 @@ def measure(law: dict[str, Any], batch: int, repeats: int) -> float:
 
 
 def main() -> None:
-    """Measure each law with one sequence and with eight."""
+    """Measure each distribution with one sequence and with eight."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device_rows.load_kernels = lambda _: {name: Kernel(0, 128, 0) for name in ARGUMENTS}
-    found = {name: [measure(law, batch, args.repeats) for batch in (1, 8)] for name, law in LAWS.items()}
+    found = {
+        name: [measure(distribution, batch, args.repeats) for batch in (1, 8)]
+        for name, distribution in DISTRIBUTIONS.items()
+    }
     rows = [
         (name, f"{one:.0f} us with one sequence, {eight:.0f} us with eight") for name, (one, eight) in found.items()
     ]

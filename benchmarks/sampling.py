@@ -23,7 +23,7 @@ from specexport_runtime.executors.open import open_executor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sampling.accept import Verdict
 from specexport_runtime.sampling.block import RULES
-from specexport_runtime.sampling.distribution import Law, sample_token
+from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream
 from specexport_runtime.sampling.sampler import Sampler
@@ -86,18 +86,18 @@ def measure(kind: str, logits: npt.NDArray[np.float32], setting: str, repeats: i
     target, draft = HostRows(vocab_size, 1), HostRows(vocab_size, 1)
 
     def by_library() -> Verdict:
-        drafts: list[Law] = []
+        drafts: list[Distribution] = []
         for j in range(ROWS - 1):
             (row,) = draft.take([sampler.ask(stream.draws(j).draft, vocab_size, slot=j)], draft_logits[j : j + 1])
-            drafts.append(sampler.law(row, []))
-        drafted = [law.draw(stream.draws(j).draft) for j, law in enumerate(drafts)]
+            drafts.append(sampler.row_distribution(row, []))
+        drafted = [distribution.draw(stream.draws(j).draft) for j, distribution in enumerate(drafts)]
         asks = [sampler.ask(stream.draws(j).resample, vocab_size, token) for j, token in enumerate([*drafted, -1])]
         rows = target.take(asks, logits)
-        return RULES["block"](drafted, drafts, lambda j: sampler.law(rows[j], drafted[:j]), stream.draws)
+        return RULES["block"](drafted, drafts, lambda j: sampler.row_distribution(rows[j], drafted[:j]), stream.draws)
 
     def by_numpy() -> Verdict:
         drafts = [alone.distribution(row, []) for row in draft_logits[: ROWS - 1]]
-        drafted = [sample_token(law, stream.draws(j).draft) for j, law in enumerate(drafts)]
+        drafted = [sample_token(distribution, stream.draws(j).draft) for j, distribution in enumerate(drafts)]
         rows = [alone.distribution(row, drafted[:j]) for j, row in enumerate(logits)]
         return RULES["block"](drafted, drafts, rows.__getitem__, stream.draws)
 

@@ -84,10 +84,10 @@ class AgreementReader:
         return [[part.tolist() for part in np.split(values, ends)] for values in chances]
 
     def _chances(self, draft: StepOutput, own: StepOutput, wanted: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Of token ids, whether they are those of the text; of logits, what the laws have in common."""
+        """Of token ids, whether they are those of the text; of logits, what the distributions have in common."""
         if not self._temperature:
             return np.equal(draft, wanted).astype(np.float64)
-        one, other = _laws(draft, self._temperature), _laws(own, self._temperature)
+        one, other = _distributions(draft, self._temperature), _distributions(own, self._temperature)
         return np.asarray(np.minimum(one, other).sum(axis=1, dtype=np.float64))
 
     def _rewind(self) -> None:
@@ -121,7 +121,7 @@ class AgreementReader:
             yield from ((row, known[at : at + size]) for at in range(0, len(known), size))
 
 
-def _laws(logits: StepOutput, temperature: float) -> npt.NDArray[np.float32]:
+def _distributions(logits: StepOutput, temperature: float) -> npt.NDArray[np.float32]:
     """Softmax of each row of logits."""
     powers = np.exp((logits - logits.max(axis=1, keepdims=True)) / np.float32(temperature))
     return np.asarray(powers / powers.sum(axis=1, keepdims=True))

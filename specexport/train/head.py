@@ -191,7 +191,7 @@ def count_ids(texts: Iterable[Sequence[int]], size: int, vocab_size: int, keep: 
 
 
 def divergence(logits: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-    """Mean cross entropy of a head's law under the target's, of logits [B, T, N], where ``valid`` [B, T]."""
+    """Mean cross entropy of a head's distribution under the target's, of logits [B, T, N], where ``valid`` [B, T]."""
     places = valid.flatten()
     log_q = functional.log_softmax(logits.flatten(0, 1)[places].float(), dim=-1)
     p = functional.softmax(target.flatten(0, 1)[places].float(), dim=-1)

@@ -14,13 +14,13 @@ from specexport_runtime.drafters.in_turn import modules_work
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from specexport_runtime.sampling.distribution import Distribution, Float32Array, Float64Array
+from specexport_runtime.sampling.distribution import Float32Array, Float64Array, HostDistribution
 from specexport_runtime.sampling.sampler import Sampler
 
 Path = tuple[int, ...]
 """Tokens after the context."""
 
-Conditional = Callable[[Path], Distribution]
+Conditional = Callable[[Path], HostDistribution]
 """The distribution of the token after the context and a path."""
 
 MIN_EXPECTED = 10.0
@@ -90,9 +90,9 @@ class LogitTree:
 
 def conditional(tree: LogitTree, sampler: Sampler) -> Conditional:
     """The processed distributions of a tree; the sampler's committed tokens are the tree's context."""
-    known: dict[Path, Distribution] = {}
+    known: dict[Path, HostDistribution] = {}
 
-    def distribution(path: Path) -> Distribution:
+    def distribution(path: Path) -> HostDistribution:
         found = known.get(path)
         if found is None:
             found = known[path] = sampler.distribution(tree(path), path)
@@ -102,7 +102,7 @@ def conditional(tree: LogitTree, sampler: Sampler) -> Conditional:
 
 
 class _Node(NamedTuple):
-    distribution: Distribution
+    distribution: HostDistribution
     children: dict[int, int | None]
     """Own cell of each token that has one; None where the token leads to a node."""
     rest: int | None

@@ -24,7 +24,7 @@ from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.accept import Verdict
 from specexport_runtime.sampling.block import DEFAULT_RULE, RULES
-from specexport_runtime.sampling.distribution import Distribution, one_hot, sample_token
+from specexport_runtime.sampling.distribution import HostDistribution, one_hot, sample_token
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import Draws, RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
@@ -36,7 +36,8 @@ MAX_CONTEXT = 24
 """Tokens of context: the end of a real prompt. Longer ones would only cost prefill time."""
 
 AcceptFunction = Callable[
-    [Sequence[int], Sequence[Distribution] | None, Callable[[int], Distribution], Callable[[int], Draws]], Verdict
+    [Sequence[int], Sequence[HostDistribution] | None, Callable[[int], HostDistribution], Callable[[int], Draws]],
+    Verdict,
 ]
 """The form of the rules in ``specexport_runtime.sampling.block.RULES``."""
 
@@ -105,7 +106,7 @@ def check_sampling(
     seed: int = 0,  # of the first draw; the result depends on it and the bundle only
     accept: AcceptFunction = RULES[DEFAULT_RULE],  # the acceptance rule on recorded logits
 ) -> SamplingResult:
-    """Compare draws with the target's exact law: of the speculative process, or plain and of one-hot drafts."""
+    """Compare draws with the target's distribution: of the speculative process, or plain and of one-hot drafts."""
     if not prompts or not settings or min(num_samples, num_runs) < _MIN_SAMPLES:
         raise InvalidRequestError(f"the sampling test needs a prompt and {_MIN_SAMPLES} samples.", "ask for more.")
     chosen = _choose_contexts(engine, prompts, num_contexts)
@@ -198,8 +199,8 @@ def _run_engine(
 
 def accept_everything(
     drafted: Sequence[int],
-    draft_distributions: Sequence[Distribution] | None,  # noqa: ARG001  # the signature of a rule
-    target_distribution: Callable[[int], Distribution],
+    draft_distributions: Sequence[HostDistribution] | None,  # noqa: ARG001  # the signature of a rule
+    target_distribution: Callable[[int], HostDistribution],
     draws: Callable[[int], Draws],
 ) -> Verdict:
     """A wrong acceptance rule: the control that shows what the test can see."""

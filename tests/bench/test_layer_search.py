@@ -51,20 +51,20 @@ def test_chances_are_those_of_drafts_behind_the_targets_own_tokens():
     assert 0 < np.concatenate(reader.agree(masks[1:2])[0]).mean() < 1
 
 
-def test_chances_of_sampled_texts_are_what_the_laws_have_in_common():
+def test_chances_of_sampled_texts_are_what_the_distributions_have_in_common():
     target, temperature = executor(), 0.7
     texts = [WrittenText([1, 2, 3], [4, 5, 6, 7, 8, 9]), WrittenText([2], [2])]
     (mask,) = masks_of(0b011011)
     (chances,) = AgreementReader(ModelRunner(target), texts, temperature).agree([mask])
 
-    def law(tokens, mask=None):
+    def distribution(tokens, mask=None):
         powers = np.exp(target.logits_after(tokens, mask) / temperature)
         return powers / powers.sum()
 
     for text, own in zip(reversed(texts), chances, strict=True):
         for place, chance in enumerate(own):
             known = [*text.prompt, *text.written[:place]]
-            wanted = np.minimum(law(known), law(known, tuple(mask.tolist()))).sum()
+            wanted = np.minimum(distribution(known), distribution(known, tuple(mask.tolist()))).sum()
             assert chance == pytest.approx(wanted, abs=1e-5)
 
 

@@ -154,7 +154,9 @@ def test_the_bundle_says_what_its_draft_has(cut_bundle: Path, run_cli: RunCli) -
     assert f"LM head: {SIZE} of 300 tokens" in run_cli("inspect", cut_bundle, "--all").output
 
 
-def test_verify_compares_the_kept_rows_and_the_law(cut_bundle: Path, tiny_pair: TinyPair, run_cli: RunCli) -> None:
+def test_verify_compares_the_kept_rows_and_the_distribution(
+    cut_bundle: Path, tiny_pair: TinyPair, run_cli: RunCli
+) -> None:
     (cut_bundle.parent / "text.txt").write_text("abcdefgh. Some text of words.", encoding="utf-8")
     args = ("--checkpoint", tiny_pair.target, "--draft-checkpoint", tiny_pair.draft, "--max-tokens", 8, "--no-record")
     args += ("--num-samples", 1000, "--text", cut_bundle.parent / "text.txt", "--json")

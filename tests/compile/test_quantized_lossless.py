@@ -61,7 +61,9 @@ def test_greedy_text_is_plain_text_at_every_lookahead(engine: SpecEngine, way: s
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lookahead", [3, "auto"])
-def test_sampled_text_has_the_law_of_the_quantized_target(engine: SpecEngine, way: str, lookahead: int | str) -> None:
+def test_sampled_text_has_the_distribution_of_the_quantized_target(
+    engine: SpecEngine, way: str, lookahead: int | str
+) -> None:
     params = SamplingParams(temperature=1.0, top_k=6)
     prompt = engine.encode(PROMPTS[0])
     tree = LogitTree(engine.target, prompt)

@@ -286,7 +286,7 @@ def test_a_budget_holds_what_the_draft_may_come_to_need(pair: Path) -> None:
         engine.check()
 
 
-def test_verify_finds_the_law_of_the_target(pair: Path) -> None:
+def test_verify_finds_the_distribution_of_the_target(pair: Path) -> None:
     """Greedy for each K; sampled, chi-square at 0.8 and 1.0, on recorded logits and through the engine."""
     report = verify_bundle(pair / "bundle", VerifyOptions(max_tokens=24, num_samples=1000, num_threads=1))
     assert {part.name: part.status for part in report.parts} == dict.fromkeys(

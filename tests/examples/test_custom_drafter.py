@@ -54,7 +54,7 @@ def test_sampled_text_keeps_the_targets_distribution(drafter_class: type) -> Non
     counts = np.zeros(VOCAB)
     for result in engine.generate([[3, 1, 3, 1]] * len(params), params, drafter="mine"):
         counts[result.token_ids[1]] += 1
-    # The second token follows the first one's law: the chain of two steps, computed.
+    # The second token follows the first one's distribution: the chain of two steps, computed.
     logits = np.array([engine.target.logits_after([token]) for token in range(VOCAB)], np.float64)
     steps = np.exp(logits - logits.max(axis=1, keepdims=True))
     steps /= steps.sum(axis=1, keepdims=True)

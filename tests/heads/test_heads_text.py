@@ -73,6 +73,8 @@ def test_text_stays_the_targets(kind, quantize, draft_quantize, target, target_f
                 check_text(engine, prompts, params, ["auto"], "auto")
             else:
                 hot = [Setting("hot", SamplingParams(temperature=1.0, top_k=8), 3)]
-                law = check_sampling(engine, PROMPTS, settings=hot, num_samples=2000, num_runs=300, num_contexts=1)
-                assert law.passed, law
-                assert law.has_power
+                distribution = check_sampling(
+                    engine, PROMPTS, settings=hot, num_samples=2000, num_runs=300, num_contexts=1
+                )
+                assert distribution.passed, distribution
+                assert distribution.has_power

@@ -21,7 +21,7 @@ WRITTEN_WITH = "3.9.0"
 
 def test_they_draw_as_the_host_does() -> None:
     done = subprocess.run(
-        [sys.executable, str(WORKER), "laws", "residuals", "twins"],
+        [sys.executable, str(WORKER), "distributions", "residuals", "twins"],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip

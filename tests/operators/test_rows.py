@@ -23,14 +23,14 @@ def test_no_token_without_mass_is_drawn_at_a_border_of_blocks() -> None:
     for seed in range(3):
         logits, others = (0.1 * np.random.default_rng(seed).normal(size=(2, 1, width))).astype(np.float32)
         logits[0, ::BLOCK] = -100.0  # 1000 nats below the others
-        laws = [
-            sampler.law(source.take([sampler.ask(0.5, width, slot=slot)], rows)[0])
+        distributions = [
+            sampler.row_distribution(source.take([sampler.ask(0.5, width, slot=slot)], rows)[0])
             for slot, rows in ((1, others), (0, logits))
         ]
         for u in borders(source._memory[2]):
             (row,) = source.take([sampler.ask(u, width)], logits)
             assert row.found.drawn % BLOCK, f"seed {seed}: a token without mass at {u!r}"
-        ask = laws[1].row.surplus_ask(laws[0].row, 1.0)
+        ask = distributions[1].row.surplus_ask(distributions[0].row, 1.0)
         source.surpluses([ask])
         for u in borders(source._memory[2]):
             ((_, token),) = source.surpluses([ask._replace(uniform=u)])

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.sampling import accept
 from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled, normalised, surplus
-from specexport_runtime.sampling.distribution import Distribution, sample_token
+from specexport_runtime.sampling.distribution import HostDistribution, sample_token
 from specexport_runtime.sampling.rng import Draws
 from tests.support.cases import chance
 
 
 def dense(*probs):
-    return Distribution(None, np.array(probs, dtype=np.float64))
+    return HostDistribution(None, np.array(probs, dtype=np.float64))
 
 
 def sparse(**probs):
-    return Distribution(np.array([int(k[1:]) for k in probs]), np.array(list(probs.values()), dtype=np.float64))
+    return HostDistribution(np.array([int(k[1:]) for k in probs]), np.array(list(probs.values()), dtype=np.float64))
 
 
 def residual(q, p, weight=1.0):
@@ -109,7 +109,7 @@ WEIGHTS = st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0]), min_size=1, max_s
 def both_forms(weights):
     probs = np.array(weights) / sum(weights)
     support = np.flatnonzero(probs)
-    return Distribution(None, probs), Distribution(support, probs[support])
+    return HostDistribution(None, probs), HostDistribution(support, probs[support])
 
 
 def padded(distribution, size):
@@ -150,8 +150,8 @@ def test_large_supports_are_aligned_like_small_ones(monkeypatch):
     for low, high in [(0, 9000), (5000, 30_000), (20_000, 30_000)]:
         q_ids = np.sort(rng.choice(20_000, 8000, replace=False))
         p_ids = np.sort(rng.choice(np.arange(low, high), 6000, replace=False))
-        q = Distribution(q_ids, rng.dirichlet(np.ones(8000)))
-        p = Distribution(p_ids, rng.dirichlet(np.ones(6000)))
+        q = HostDistribution(q_ids, rng.dirichlet(np.ones(8000)))
+        p = HostDistribution(p_ids, rng.dirichlet(np.ones(6000)))
         by_table = residual(q, p)
         monkeypatch.setattr(accept, "_FEW", 10**9)
         by_search = residual(q, p)

@@ -56,7 +56,7 @@ def test_a_tree_is_no_larger_than_the_request_allows(temperature):
 
 
 @pytest.mark.parametrize("acceptance", ["token", "block"])
-def test_sampled_trees_of_any_size_leave_the_target_s_law(acceptance):
+def test_sampled_trees_of_any_size_leave_the_target_s_distribution(acceptance):
     target, draft = small_model(), small_model(noise=0.8)
     target.takes_trees = True
     decoder = model_decoder(goodput_length(curves(draft=0.1, per_token=0.001), 4), target, draft)

@@ -1,7 +1,8 @@
-"""Block verification is exact: every draw of a round is integrated, and what comes out is the target's law to 1e-12.
+"""Block verification is exact: each draw of a round is integrated; out comes the target's distribution to 1e-12.
 
 A round is run once for each way that its comparisons and draws can end, and each way is weighed by its probability.
-Behind what it gives, the target goes on: the text as a whole must have the target's law. So must texts of many rounds.
+Behind what it gives, the target goes on: the text as a whole must have the target's distribution. So must texts of many
+rounds.
 """
 
 from collections import Counter
@@ -14,18 +15,18 @@ from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling import accept, block
 from specexport_runtime.sampling.accept import Verdict, accept_sampled
 from specexport_runtime.sampling.block import RULES, accept_block
-from specexport_runtime.sampling.distribution import Distribution
+from specexport_runtime.sampling.distribution import HostDistribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import Draws
 from tests.support.fakes.loop import finish, make_decoder, make_sequence
 from tests.support.references import drawn
-from tests.support.references.drawn import error, law
+from tests.support.references.drawn import distribution, error
 
 VOCAB, LONGEST = drawn.Models.VOCAB, 3
 
 
 @pytest.fixture(autouse=True)
-def whole_law(monkeypatch):
+def whole_distribution(monkeypatch):
     drawn.integrate(monkeypatch, accept, block)
 
 
@@ -42,30 +43,30 @@ class Rounds(drawn.Models):
         self.points, self.leaves = points, leaves
 
     def propose(self, way, lookahead):
-        text, laws = (), []
+        text, distributions = (), []
         while len(text) < lookahead:
             drawn_from = self.draft(text)
             if len(text) in self.points:
                 text += (sum(text) % VOCAB,)
-                laws.append(None)
+                distributions.append(None)
                 continue
             text += (drawn.draw(drawn_from, drawn.Uniform(way)),)
-            laws.append(drawn_from)
+            distributions.append(drawn_from)
             if drawn_from.probs.max() < self.leaves:
                 break
-        return text, laws
+        return text, distributions
 
     def round(self, rule, lookahead):
         def run(way):
-            drafted, laws = self.propose(way, lookahead)
+            drafted, distributions = self.propose(way, lookahead)
             uniforms = [Draws(None, drawn.Uniform(way), drawn.Uniform(way)) for _ in range(lookahead + 1)]
-            verdict = rule(drafted, laws, lambda j: self.target(drafted[:j]), uniforms.__getitem__)
+            verdict = rule(drafted, distributions, lambda j: self.target(drafted[:j]), uniforms.__getitem__)
             return drafted, verdict.accepted, (*drafted[: verdict.accepted], verdict.next_token)
 
-        return law(run)
+        return distribution(run)
 
     def judged(self, rule, lookahead):
-        """Largest difference of the law of a text that begins with a round; how many draft tokens stay in the mean."""
+        """Largest difference of the distribution of a text that begins with a round; mean draft tokens that stay."""
         rounds, accepted = Counter(), 0.0
         for (_, count, tokens), weight in self.round(rule, lookahead).items():
             rounds[tokens] += weight
@@ -81,7 +82,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("models", KINDS, ids=str)
-def test_a_round_leaves_the_law_of_the_text_as_it_is_and_a_block_keeps_no_fewer_tokens(models):
+def test_a_round_leaves_the_distribution_of_the_text_as_it_is_and_a_block_keeps_no_fewer_tokens(models):
     for seed in range(2):
         for lookahead in range(LONGEST + 1):
             (wrong, whole), (also_wrong, one_by_one) = (
@@ -113,28 +114,28 @@ def test_counts_of_drafts_of_all_lengths_tell_what_each_length_gives(models, rul
             assert made.judged(rule, lookahead)[1] == pytest.approx(sum(reach[:lookahead]), abs=1e-12)
 
 
-def by_the_paper(drafted, laws, target, draws, *, end=0, forwards=False, weighed=True):
+def by_the_paper(drafted, distributions, target, draws, *, end=0, forwards=False, weighed=True):
     """Algorithm 2 in a few lines, and what can be got wrong in it.
 
     Args:
-        drafted, laws, target, draws: as for a rule.
+        drafted, distributions, target, draws: as for a rule.
         end: tokens by which the length of another row's draft differs, where the last test is.
         forwards: the first test that fails ends them.
         weighed: what is drawn at the end knows the chance of what is kept.
     """
 
-    def probs(law, token=None):
-        if law is None:
+    def probs(distribution, token=None):
+        if distribution is None:
             return np.eye(VOCAB)[token]
         full = np.zeros(VOCAB)
-        full[slice(None) if law.token_ids is None else law.token_ids] = law.probs
+        full[slice(None) if distribution.token_ids is None else distribution.token_ids] = distribution.probs
         return full
 
     last, chances, tests = len(drafted), [1.0], []
     for j, token in enumerate(drafted):
-        p = probs(laws[j], token)[token]
+        p = probs(distributions[j], token)[token]
         chances.append(min(1.0, chances[-1] * probs(target(j))[token] / p) if chances[-1] else 0.0)
-    rest = [np.maximum(chances[j] * probs(target(j)) - probs(laws[j], drafted[j]), 0) for j in range(last)]
+    rest = [np.maximum(chances[j] * probs(target(j)) - probs(distributions[j], drafted[j]), 0) for j in range(last)]
     for i in range(1, last + 1):
         mass = rest[i].sum() if i < last else chances[i]
         whole = mass + 1 - chances[i]
@@ -144,9 +145,9 @@ def by_the_paper(drafted, laws, target, draws, *, end=0, forwards=False, weighed
     kept = max(passed, default=0)
     if kept == last:
         return Verdict(last, drawn.draw(target(last), draws(last).resample), True)
-    masses = rest[kept] if weighed else np.maximum(probs(target(kept)) - probs(laws[kept], drafted[kept]), 0)
+    masses = rest[kept] if weighed else np.maximum(probs(target(kept)) - probs(distributions[kept], drafted[kept]), 0)
     masses = masses if masses.any() else probs(target(kept))
-    return Verdict(kept, drawn.draw(Distribution(None, masses), draws(kept).resample), False)
+    return Verdict(kept, drawn.draw(HostDistribution(None, masses), draws(kept).resample), False)
 
 
 def test_the_rule_is_the_papers():
@@ -160,7 +161,7 @@ def test_the_rule_is_the_papers():
 @pytest.mark.parametrize(("uniform", "rows"), [(0.1, [0]), (0.07, [0, 1]), (0.01, [0, 1, 2, 3])])
 def test_rows_that_cannot_matter_are_not_processed(uniform, rows):
     """The first token stays with a chance of 0.02; at best, that doubles with each token behind it."""
-    rare, fair = (Distribution(None, np.array([p, 1 - p])) for p in (0.01, 0.5))
+    rare, fair = (HostDistribution(None, np.array([p, 1 - p])) for p in (0.01, 0.5))
     seen = []
 
     def target(j):
@@ -172,7 +173,7 @@ def test_rows_that_cannot_matter_are_not_processed(uniform, rows):
 
 
 @pytest.mark.parametrize("wrong", [{"end": -1}, {"forwards": True}, {"weighed": False}], ids=str)
-def test_a_wrong_rule_has_another_law(wrong):
+def test_a_wrong_rule_has_another_distribution(wrong):
     def rule(*given):
         return by_the_paper(*given, **wrong)
 
@@ -181,21 +182,21 @@ def test_a_wrong_rule_has_another_law(wrong):
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("models", [{}, {"points": (1,)}], ids=str)
-def test_where_there_is_no_law_the_draft_ends_and_it_is_an_error_if_the_text_comes_there(models, rule):
+def test_where_there_is_no_distribution_the_draft_ends_and_it_is_an_error_if_the_text_comes_there(models, rule):
     for seed in range(4):
         made = Rounds(seed, **models)
         right, expected = drawn.with_dead_ends(made.target)
 
         def run(way, made=made, right=right):
-            drafted, laws = made.propose(way, LONGEST)
+            drafted, distributions = made.propose(way, LONGEST)
             uniforms = [Draws(None, drawn.Uniform(way), drawn.Uniform(way)) for _ in range(LONGEST + 1)]
             try:
-                verdict = rule(drafted, laws, lambda j: right(drafted[:j]), uniforms.__getitem__)
-            except drawn.NoLawError as error:
-                return (*error.text, drawn.NO_LAW)
+                verdict = rule(drafted, distributions, lambda j: right(drafted[:j]), uniforms.__getitem__)
+            except drawn.NoDistributionError as error:
+                return (*error.text, drawn.NO_DISTRIBUTION)
             return (*drafted[: verdict.accepted], verdict.next_token)
 
-        assert error(law(run), expected, LONGEST + 1, VOCAB + 1) < 1e-12
+        assert error(distribution(run), expected, LONGEST + 1, VOCAB + 1) < 1e-12
 
 
 def test_where_nothing_is_drawn_both_rules_give_the_same_text():

@@ -143,7 +143,7 @@ def test_every_branch_is_what_followed_somewhere(text, count, tree_size, stored)
         if not stored:
             end = [*text, *path][-3:]
             assert any(text[i : i + 3] == end for i in range(len(text)))
-    assert all(0 < branch.ratio <= 1 and branch.law is None for branch in proposal.branches)
+    assert all(0 < branch.ratio <= 1 and branch.distribution is None for branch in proposal.branches)
 
 
 def versions_of(seed):

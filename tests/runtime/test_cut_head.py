@@ -1,4 +1,4 @@
-"""A draft model with an LM head of some tokens: it drafts in whole-vocabulary ids, and the law is the target's."""
+"""A draft model with an LM head of some tokens: it drafts in whole-vocabulary ids; the distribution is the target's."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Sampled rounds whose logits stay on the device give the host's texts, laws and errors; little leaves it."""
+"""Sampled rounds whose logits stay on the device give the host's texts, distributions and errors; little leaves it."""
 
 from pathlib import Path
 
@@ -217,18 +217,21 @@ def test_few_bytes_and_one_wait_a_step(params):
     for seed in range(rounds):
         draws = RoundDraws(RandomStream(seed))
         q = likely_logits(rng, LOOKAHEAD + 1)
-        tokens, laws = [], []
+        tokens, distributions = [], []
         for j in range(LOOKAHEAD):
             row = q[j] + rng.normal(0, 0.4, WIDE).astype(np.float32)
             (asked,) = draft.step(row[None], [sampler.ask(draws.peek(j).draft, WIDE, slot=j)])
-            laws.append(sampler.law(asked))
-            tokens.append(laws[-1].draw(draws(j).draft))
+            distributions.append(sampler.row_distribution(asked))
+            tokens.append(distributions[-1].draw(draws(j).draft))
         asks = [sampler.ask(draws.peek(j).resample, WIDE, token) for j, token in enumerate([*tokens, -1])]
         rows = target.step(q, asks)
-        target_laws = [sampler.law(row) for row in rows]
-        found = [rule(tokens, laws, target_laws.__getitem__, draws) for rule in (accept_block, accept_sampled)]
+        target_distributions = [sampler.row_distribution(row) for row in rows]
+        found = [
+            rule(tokens, distributions, target_distributions.__getitem__, draws)
+            for rule in (accept_block, accept_sampled)
+        ]
         host = [sampler.distribution(row) for row in q]
-        numbers = [on_host(law) for law in laws] if not seed else laws
+        numbers = [on_host(distribution) for distribution in distributions] if not seed else distributions
         if not seed:
             assert found == [rule(tokens, numbers, host.__getitem__, draws) for rule in (accept_block, accept_sampled)]
             draft.sampler.counts.__init__()
@@ -247,9 +250,9 @@ def test_flat_rows_come_whole_after_a_few():
         row = rng.normal(0, 0.1, (1, WIDE)).astype(np.float32) if flat else likely_logits(rng, 1) * 4
         (found,) = device.step(row, [sampler.ask(0.5, WIDE)])
         comes.append(found.ask.rule.comes)
-        law, host = on_host(sampler.law(found)), other.distribution(row[0])
-        np.testing.assert_array_equal(law.token_ids, host.token_ids)
-        np.testing.assert_allclose(law.probs, host.probs, rtol=1e-9)
+        distribution, host = on_host(sampler.row_distribution(found)), other.distribution(row[0])
+        np.testing.assert_array_equal(distribution.token_ids, host.token_ids)
+        np.testing.assert_allclose(distribution.probs, host.probs, rtol=1e-9)
     assert comes == [False] * 4 + [True] * 127 + [False] * 9
 
 
@@ -264,7 +267,7 @@ def test_rows_that_are_gone_are_not_read():
     with pytest.raises(SpecexportError, match="overwritten by a later step"):
         old.fetch()
     with pytest.raises(SpecexportError, match="another uniform"):
-        sampler.law(kept).surplus(sampler.law(kept), 1.0).draw(0.25)
+        sampler.row_distribution(kept).surplus(sampler.row_distribution(kept), 1.0).draw(0.25)
 
 
 def test_rows_that_are_kept_beside_each_other_are_one_copy():

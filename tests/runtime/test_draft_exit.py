@@ -158,8 +158,8 @@ class LeavesTokensOut(Rules):
 
     def draft(self, seq, table, lookahead):
         draft = super().draft(seq, table, lookahead)
-        for j, (token, law) in enumerate(zip(draft.tokens, draft.distributions, strict=True)):
-            if law.probability(token) < seq.draft_exit.gamma:
+        for j, (token, distribution) in enumerate(zip(draft.tokens, draft.distributions, strict=True)):
+            if distribution.probability(token) < seq.draft_exit.gamma:
                 del draft.tokens[j:], draft.distributions[j:]
                 break
         return draft

@@ -1,4 +1,4 @@
-"""Sampled drafts of models as trees: each sibling comes from what its elders leave, and the text's law stays as it is.
+"""Sampled drafts of models as trees: each sibling comes from what its elders leave; the text's distribution stays.
 
 A round is run once for each way that its draws and comparisons can end, the drafter's own among them (``test_block``).
 """
@@ -18,18 +18,18 @@ from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling import accept, tree
-from specexport_runtime.sampling.distribution import Distribution
+from specexport_runtime.sampling.distribution import HostDistribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.tree import TREE_RULES, without
-from tests.support.references.drawn import WholeDraws, error, integrate, law, laws_of, path_of
+from tests.support.references.drawn import WholeDraws, distribution, distributions_of, error, integrate, path_of
 
 VOCAB, PROMPT = 3, [1, 2]
 PLAN = (DraftStage("draft-model", 2),)
 
 
 @pytest.fixture
-def whole_law(monkeypatch):
+def whole_distribution(monkeypatch):
     integrate(monkeypatch, accept, tree, draft_loop, siblings)
 
 
@@ -60,7 +60,7 @@ def parallel(executor, made, lookahead=2):
     return drafts[0].proposal("draft-model")
 
 
-def laws(target, made, proposal):
+def distributions(target, made, proposal):
     def behind(place):
         path = [proposal.nodes[i] for i in proposal.path_to(place)]
         return made.sampler.distribution(target.logits_after([*made.tokens, *path]), path)
@@ -68,7 +68,7 @@ def laws(target, made, proposal):
     return behind
 
 
-def target_law(target, options=None):
+def target_distribution(target, options=None):
     def behind(text):
         sampler = Sampler(SamplingParams(max_tokens=30, **{"temperature": 0.9, **(options or {})}), PROMPT, VOCAB)
         sampler.append([0, *text])
@@ -77,7 +77,7 @@ def target_law(target, options=None):
     return cache(behind)
 
 
-@pytest.mark.usefixtures("whole_law")
+@pytest.mark.usefixtures("whole_distribution")
 @pytest.mark.parametrize("rule", TREE_RULES)
 @pytest.mark.parametrize(
     ("make", "size", "options"),
@@ -87,7 +87,7 @@ def target_law(target, options=None):
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )  # fmt: skip
-def test_a_drafter_s_tree_leaves_the_target_s_law(make, size, options, rule):
+def test_a_drafter_s_tree_leaves_the_target_s_distribution(make, size, options, rule):
     target, drafts, shapes = model(), model(noise=0.9), set()
     drafts.keeps_rows = False  # it draws by numbers, and these are integrated
 
@@ -96,16 +96,16 @@ def test_a_drafter_s_tree_leaves_the_target_s_law(make, size, options, rule):
         made.draws = WholeDraws(way)
         proposal = make(drafts, made)
         shapes.add(tuple(proposal.parents))
-        drawn, behind = laws_of(proposal), laws(target, made, proposal)
+        drawn, behind = distributions_of(proposal), distributions(target, made, proposal)
         verdict = TREE_RULES[rule](proposal.nodes, proposal.parents, drawn, behind, made.draws)
         return (*[proposal.nodes[i] for i in path_of(verdict)], verdict.next_token)
 
-    assert error(law(run_round), target_law(target, options), 3, VOCAB) < 1e-12
+    assert error(distribution(run_round), target_distribution(target, options), 3, VOCAB) < 1e-12
     assert max(map(len, shapes)) == (3 if options.get("top_k") else size)
 
 
-def test_nodes_are_drawn_in_their_order_each_from_its_own_law():
-    """The chain has the numbers of a chain, and the law beside a sibling is that of its place."""
+def test_nodes_are_drawn_in_their_order_each_from_its_own_distribution():
+    """The chain has the numbers of a chain, and the distribution beside a sibling is that of its place."""
     drafts, wide = model(noise=0.9, vocab=17), 12
     for seed in range(20):
         made, plain = [request(size, vocab=17, seed=seed) for size in (wide, 0)]
@@ -119,7 +119,7 @@ def test_nodes_are_drawn_in_their_order_each_from_its_own_law():
             assert np.array_equal(proposal.distributions[place].probs, expected.probs)
             for branch in proposal.branches[number : number + counts[place]]:
                 assert branch.parent == place - 1
-                assert branch.law is proposal.distributions[place]
+                assert branch.distribution is proposal.distributions[place]
                 assert branch.token == without(expected, elder).draw(made.draws.branch(number).draft)
                 elder.append(branch.token)
                 number += 1
@@ -128,9 +128,9 @@ def test_nodes_are_drawn_in_their_order_each_from_its_own_law():
 
 
 def test_siblings_end_with_the_tokens_that_there_are():
-    law_of_two = Distribution(np.array([3, 8]), np.array([0.3, 0.7]))
-    assert drawn_siblings(law_of_two, 8, [0.5, 0.5, 0.5]) == [3]
-    assert drawn_siblings(Distribution(None, np.array([0.0, 1.0])), 1, [0.5]) == []
+    distribution_of_two = HostDistribution(np.array([3, 8]), np.array([0.3, 0.7]))
+    assert drawn_siblings(distribution_of_two, 8, [0.5, 0.5, 0.5]) == [3]
+    assert drawn_siblings(HostDistribution(None, np.array([0.0, 1.0])), 1, [0.5]) == []
     proposal = draft(model(noise=0.9), request(30, top_k=1), 2)
     assert (len(proposal.tokens), proposal.branches) == (2, ())
     assert [len(draft(model(), request(30, top_k=k), 1).nodes) for k in (2, 3)] == [2, 3]

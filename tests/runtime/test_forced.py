@@ -6,7 +6,7 @@ import pytest
 from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.requests.records import DrafterTraits, DraftStage, Proposal, Share
 from specexport_runtime.requests.results import make_chunk
-from specexport_runtime.sampling.distribution import Distribution
+from specexport_runtime.sampling.distribution import HostDistribution
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.fakes.forced import DECODERS, PROMPTS, ROOM, Steps, model_decoder, plain_texts, sequences_with
 from tests.support.fakes.goodput_fakes import curves
@@ -83,15 +83,15 @@ class Own(Drafter):
     """A user's drafter, which samples and knows of no grammar; half of what it draws at a beginning is refused."""
 
     traits = DrafterTraits(default_lookahead=2)
-    law = Distribution(None, np.r_[np.full(5, 0.01), 0.45, np.full(11, 0.5 / 11)])
+    distribution = HostDistribution(None, np.r_[np.full(5, 0.01), 0.45, np.full(11, 0.5 / 11)])
 
     def propose(self, sequences, lookaheads):
         pairs = zip(sequences, lookaheads, strict=True)
-        drawn = [[self.law.draw(seq.draws(j).draft) for j in range(k)] for seq, k in pairs]
-        return [Proposal(tokens, [self.law] * len(tokens)) for tokens in drawn]
+        drawn = [[self.distribution.draw(seq.draws(j).draft) for j in range(k)] for seq, k in pairs]
+        return [Proposal(tokens, [self.distribution] * len(tokens)) for tokens in drawn]
 
 
-def test_who_samples_and_knows_of_no_grammar_leaves_the_law_as_it_is():
+def test_who_samples_and_knows_of_no_grammar_leaves_the_distribution_as_it_is():
     """A refused token is tested: the residual knows that it was drawn."""
     target, prompt, params = make_target(4), [2, 4], SamplingParams(max_tokens=4, temperature=4.0)
     decoder = make_decoder(target, None, 0)
@@ -117,7 +117,7 @@ def test_guesses_that_are_taken_as_if_they_were_forced_are_noticed(monkeypatch):
 
     def credulous(seq, proposal, logits):
         sure = [
-            None if place in proposal.forced else Distribution(np.array([token]), np.array([1e-9]))
+            None if place in proposal.forced else HostDistribution(np.array([token]), np.array([1e-9]))
             for place, token in enumerate(proposal.tokens)
         ]
         return accept(seq, proposal._replace(distributions=sure), logits)

@@ -1,4 +1,4 @@
-"""Rows of logits that the library of operators draws from on a CPU: laws, draws and errors are those of numpy."""
+"""Rows of logits that the operators draw from on a CPU: distributions, draws and errors are those of numpy."""
 
 import numpy as np
 import pytest
@@ -8,11 +8,11 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.host_rows import HostRows
 from specexport_runtime.executors.row_kernels import MOST_CUT, NOTHING
 from specexport_runtime.sampling.accept import normalised, surplus
-from specexport_runtime.sampling.device import CutLaw, DeviceLaw, on_host
+from specexport_runtime.sampling.device import DeviceDistribution, TruncatedDistribution, on_host
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from tests.support.cases import chance
-from tests.support.cases.laws import LAWS
+from tests.support.cases.laws import DISTRIBUTIONS
 from tests.support.fakes.loop import finish, make_decoder, make_draft, make_sequence, make_target
 
 
@@ -38,16 +38,16 @@ def is_at(probs: np.ndarray, place: int, u: float, slack: float = 1e-11) -> bool
     return probs[place] > 0 and running[place] - slack <= u <= running[place + 1] + slack
 
 
-def dense(law, width):
-    numbers = on_host(law)
+def dense(distribution, width):
+    numbers = on_host(distribution)
     full = np.zeros(width)
     full[slice(len(numbers.probs)) if numbers.token_ids is None else numbers.token_ids] = numbers.probs
     return full
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("given", [{}, *LAWS], ids=str)
-def test_laws_and_residuals_are_the_hosts(given):
+@pytest.mark.parametrize("given", [{}, *DISTRIBUTIONS], ids=str)
+def test_distributions_and_residuals_are_the_hosts(given):
     rng = np.random.default_rng(chance.seed(2))
     for _ in range(chance.many(12)):
         width, used = int(rng.choice([3, 40, 511, 512, 513, 2000, 20_000])), 0
@@ -57,21 +57,21 @@ def test_laws_and_residuals_are_the_hosts(given):
         rows, others = make_rows(rng, 3, width), make_rows(rng, 3, width)
         uniforms, tokens = [0.0, 1 - 2**-53, rng.random()], rng.integers(0, used, 3).tolist()
         kept = draft.take([sampler.ask(0.5, width, slot=i) for i in range(3)], others)
-        drafts = [sampler.law(row) for row in kept]
+        drafts = [sampler.row_distribution(row) for row in kept]
         asked = target.take([sampler.ask(u, width, t) for u, t in zip(uniforms, tokens, strict=True)], rows)
         for i, (u, token) in enumerate(zip(uniforms, tokens, strict=True)):
-            law, host = sampler.law(asked[i]), dense(sampler.distribution(rows[i]), width)
-            np.testing.assert_allclose(law.top, host.max(), rtol=1e-11)
-            np.testing.assert_allclose(law.probability(token), host[token], rtol=1e-11, atol=1e-300)
-            assert is_at(host, law.draw(u), u)
-            np.testing.assert_allclose(dense(law, width), host, rtol=1e-11, atol=1e-300)
+            distribution, host = sampler.row_distribution(asked[i]), dense(sampler.distribution(rows[i]), width)
+            np.testing.assert_allclose(distribution.top, host.max(), rtol=1e-11)
+            np.testing.assert_allclose(distribution.probability(token), host[token], rtol=1e-11, atol=1e-300)
+            assert is_at(host, distribution.draw(u), u)
+            np.testing.assert_allclose(dense(distribution, width), host, rtol=1e-11, atol=1e-300)
             weight = float(rng.uniform(0.3, 1))
             expected = surplus(sampler.distribution(rows[i]), sampler.distribution(others[i]), weight)
-            masses = surplus(law, drafts[i], weight)
+            masses = surplus(distribution, drafts[i], weight)
             np.testing.assert_allclose(masses.sum(), expected.sum(), rtol=1e-9, atol=1e-13)
             if expected.sum() > 1e-9:
                 ids = sampler.distribution(rows[i]).token_ids
-                drawn = normalised(law, masses).draw(u)
+                drawn = normalised(distribution, masses).draw(u)
                 assert is_at(expected, drawn if ids is None else int(ids.searchsorted(drawn)), u, 1e-6)
 
 
@@ -81,15 +81,17 @@ def test_certain_rows_are_cut_by_the_library_and_flat_ones_are_left_to_numpy():
     certain, flat = np.zeros((2, 1, width), np.float32)
     certain[0, :700] = 12 + rng.normal(size=700)
     flat += rng.normal(size=width)
-    for given, wide in (({}, DeviceLaw), ({"top_p": 0.95}, None), ({"min_p": 0.01}, None)):
+    for given, wide in (({}, DeviceDistribution), ({"top_p": 0.95}, None), ({"min_p": 0.01}, None)):
         sampler = Sampler(SamplingParams(temperature=1.0, **given), [1], width)
-        for logits, kind in ((certain, wide or CutLaw), (flat, wide)):
+        for logits, kind in ((certain, wide or TruncatedDistribution), (flat, wide)):
             (row,) = source.take([sampler.ask(0.5, width)], logits)
-            law = sampler.law(row)
-            assert kind is None or isinstance(law, kind)
-            np.testing.assert_allclose(dense(law, width), dense(sampler.distribution(logits[0]), width), rtol=1e-11)
-            if kind is CutLaw:
-                assert 128 < np.count_nonzero(dense(law, width)) < MOST_CUT
+            distribution = sampler.row_distribution(row)
+            assert kind is None or isinstance(distribution, kind)
+            np.testing.assert_allclose(
+                dense(distribution, width), dense(sampler.distribution(logits[0]), width), rtol=1e-11
+            )
+            if kind is TruncatedDistribution:
+                assert 128 < np.count_nonzero(dense(distribution, width)) < MOST_CUT
 
 
 @pytest.mark.parametrize("penalties", [{}, {"presence_penalty": 0.1}])
@@ -105,7 +107,7 @@ def test_rows_that_the_library_can_cut_are_never_taken_for_flat(penalties, monke
         logits[0, :600] += 12
         ask = sampler.ask(0.5, width)
         (row,) = source.take([ask._replace(rule=ask.rule._replace(comes=True)) if i % 2 else ask], logits)
-        assert 256 < np.count_nonzero(dense(sampler.law(row), width)) < MOST_CUT
+        assert 256 < np.count_nonzero(dense(sampler.row_distribution(row), width)) < MOST_CUT
     assert not asked
 
 
@@ -131,13 +133,13 @@ def test_rows_of_a_cut_head_are_drawn_from_by_its_ids():
         sampler = Sampler(SamplingParams(temperature=0.8, **given), [1], width)
         logits, rows = rng.normal(size=(1, 5)).astype(np.float32), rng.normal(size=(1, width)).astype(np.float32)
         (row,) = source.take([sampler.ask(0.6, width, slot=0)], logits)
-        law, expected = sampler.law(row), sampler.distribution(head.widen(logits[0]))
-        np.testing.assert_allclose(dense(law, width), dense(expected, width), rtol=1e-11)
-        assert law.draw(0.6) == expected.draw(0.6)
+        distribution, expected = sampler.row_distribution(row), sampler.distribution(head.widen(logits[0]))
+        np.testing.assert_allclose(dense(distribution, width), dense(expected, width), rtol=1e-11)
+        assert distribution.draw(0.6) == expected.draw(0.6)
         assert row.token_id == ids[logits[0].argmax()]
         np.testing.assert_array_equal(row.fetch(), head.widen(logits[0]))
-        (asked,) = target.take([sampler.ask(0.3, width, law.draw(0.6))], rows)
-        found = surplus(sampler.law(asked), law, 0.9)
+        (asked,) = target.take([sampler.ask(0.3, width, distribution.draw(0.6))], rows)
+        found = surplus(sampler.row_distribution(asked), distribution, 0.9)
         masses = surplus(sampler.distribution(rows[0]), expected, 0.9)
         np.testing.assert_allclose(found.sum(), masses.sum(), rtol=1e-9)
 

@@ -1,4 +1,4 @@
-"""A draft model with another vocabulary: what it reads, drafts and keeps, and the law of what comes out."""
+"""A draft model with another vocabulary: what it reads, drafts and keeps, and the distribution of what comes out."""
 
 import numpy as np
 import pytest
@@ -177,7 +177,7 @@ SMALL, SMALL_SHARED = 6, [1, 2, 4]
 
 
 class Shifted(OtherTokensDrafter):
-    """Says another law than it draws from: that of the next shared token."""
+    """Says another distribution than it draws from: that of the next shared token."""
 
     def propose(self, requests, lookaheads, begun=None):
         def shifted(p):
@@ -199,13 +199,13 @@ def sampled(count, params, drafter=OtherTokensDrafter, plan=PLAN, acceptance="to
 
 
 @pytest.mark.parametrize(("temperature", "acceptance"), [(0.8, "token"), (1.0, "block")])
-def test_sampled_text_follows_the_targets_law(temperature, acceptance):
+def test_sampled_text_follows_the_targets_distribution(temperature, acceptance):
     params = SamplingParams(temperature=temperature, max_tokens=3, top_p=0.97)
     decoding, target, _ = sampled(800, params, acceptance=acceptance)
     assert least_p_value(target, decoding) > P_VALUE
 
 
-def test_another_law_than_the_drawn_one_fails_the_same_check():
+def test_another_distribution_than_the_drawn_one_fails_the_same_check():
     decoding, target, _ = sampled(800, SamplingParams(temperature=1.0, max_tokens=3, top_p=0.97), Shifted)
     assert least_p_value(target, decoding) < P_VALUE
 

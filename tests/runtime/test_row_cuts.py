@@ -7,13 +7,13 @@ from specexport_runtime.executors.device_rows import DeviceRow, Lane
 from specexport_runtime.executors.row_cuts import RowCuts
 from specexport_runtime.executors.row_kernels import ASK, FEW, FOUND, RowFound
 from specexport_runtime.sampling.accept import normalised, surplus
-from specexport_runtime.sampling.device import CutLaw, on_host, row_law
-from specexport_runtime.sampling.distribution import Distribution
+from specexport_runtime.sampling.device import TruncatedDistribution, on_host, row_distribution
+from specexport_runtime.sampling.distribution import HostDistribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.truncation import cut_softmax
 from tests.support.cases import chance
-from tests.support.cases.laws import LAWS
+from tests.support.cases.laws import DISTRIBUTIONS
 
 WIDTH = 5000
 
@@ -48,7 +48,7 @@ def make_rows(samplers, uniforms, tokens, found) -> list[DeviceRow]:
     return rows
 
 
-def host_law(row: DeviceRow, params: SamplingParams, found) -> Distribution:
+def host_distribution(row: DeviceRow, params: SamplingParams, found) -> HostDistribution:
     order = found[0].argsort()
     ids, values = found[0][order].astype(np.int64), found[1][order]
     return cut_softmax(values, params, row.found.peak, ids, row.found.total if row.ask.rule.top_p else None)
@@ -59,30 +59,31 @@ def test_cuts_and_surpluses_are_the_hosts():
     rng = np.random.default_rng(chance.seed(5))
     for _ in range(chance.many(60)):
         params = [
-            SamplingParams(temperature=float(rng.uniform(0.1, 2)), **LAWS[rng.integers(len(LAWS))]) for _ in range(6)
+            SamplingParams(temperature=float(rng.uniform(0.1, 2)), **DISTRIBUTIONS[rng.integers(len(DISTRIBUTIONS))])
+            for _ in range(6)
         ]
         found = [candidates(rng, int(rng.integers(1, FEW + 1))) for _ in params]
         tokens = [int(given[rng.integers(len(given))]) for given, _ in found]
         uniforms = [0.0, 1 - 2**-53, *rng.random(4).tolist()]
         samplers = [Sampler(each, [1], WIDTH) for each in params]
         rows = make_rows(samplers, uniforms, tokens, found)
-        laws = [row_law(row, each) for row, each in zip(rows, params, strict=True)]
-        hosts = [host_law(*each) for each in zip(rows, params, found, strict=True)]
-        for law, host, u, token in zip(laws, hosts, uniforms, tokens, strict=True):
-            assert isinstance(law, CutLaw)
-            np.testing.assert_array_equal(on_host(law).token_ids, host.token_ids)
-            np.testing.assert_allclose(on_host(law).probs, host.probs, rtol=1e-12)
-            np.testing.assert_allclose(law.top, host.top, rtol=1e-12)
-            np.testing.assert_allclose(law.probability(token), host.probability(token), rtol=1e-12)
-            assert law.draw(u) == host.draw(u) or abs(host.probs.cumsum() - u).min() < 1e-12
+        distributions = [row_distribution(row, each) for row, each in zip(rows, params, strict=True)]
+        hosts = [host_distribution(*each) for each in zip(rows, params, found, strict=True)]
+        for distribution, host, u, token in zip(distributions, hosts, uniforms, tokens, strict=True):
+            assert isinstance(distribution, TruncatedDistribution)
+            np.testing.assert_array_equal(on_host(distribution).token_ids, host.token_ids)
+            np.testing.assert_allclose(on_host(distribution).probs, host.probs, rtol=1e-12)
+            np.testing.assert_allclose(distribution.top, host.top, rtol=1e-12)
+            np.testing.assert_allclose(distribution.probability(token), host.probability(token), rtol=1e-12)
+            assert distribution.draw(u) == host.draw(u) or abs(host.probs.cumsum() - u).min() < 1e-12
         for place, other in enumerate(rng.permutation(6)):
             weight = float(rng.uniform(0.3, 1))
-            masses = surplus(laws[place], laws[other], weight)
+            masses = surplus(distributions[place], distributions[other], weight)
             expected = surplus(hosts[place], hosts[other], weight)
             np.testing.assert_allclose(masses.sum(), expected.sum(), rtol=1e-9, atol=1e-14)
             if expected.sum() > 1e-9:
                 u, running = uniforms[place], expected.cumsum() / expected.sum()
-                drawn = normalised(laws[place], masses).draw(u)
+                drawn = normalised(distributions[place], masses).draw(u)
                 assert drawn == normalised(hosts[place], expected).draw(u) or abs(running - u).min() < 1e-9
 
 

@@ -1,4 +1,4 @@
-"""Two requests with one seed: whatever the first left to copy or taught, the second has the target's law.
+"""Two requests with one seed: whatever the first left to copy or taught, the second has the target's distribution.
 
 Enumerated as in ``test_tree``: both requests draw with the same integrated numbers.
 """
@@ -17,7 +17,7 @@ from tests.support.fakes.drafter_kinds import KINDS
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.heads_on_fakes import PROMPTS
 from tests.support.fakes.loop import make_sequence, run
-from tests.support.references.drawn import Models, WholeDraws, draw, error, integrate, law, path_of
+from tests.support.references.drawn import Models, WholeDraws, distribution, draw, error, integrate, path_of
 
 LENGTH = 3
 
@@ -25,28 +25,30 @@ LENGTH = 3
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("form", ["chain", "tree"])
 @pytest.mark.parametrize("drawn", [0, 1])
-def test_what_a_seed_gave_before_is_copied_and_the_law_is_the_targets(form, name, drawn, monkeypatch):
+def test_what_a_seed_gave_before_is_copied_and_the_distribution_is_the_targets(form, name, drawn, monkeypatch):
     """The first text is plain; the draft has ``drawn`` tokens of a model, and then copies of that text."""
     integrate(monkeypatch, accept, block, tree)
     for seed in range(3):
         made = Models(seed)
 
         def both(way, made=made):
-            draws, plain, tokens, laws = WholeDraws(way), (), (), []
+            draws, plain, tokens, distributions = WholeDraws(way), (), (), []
             for place in range(LENGTH):
                 plain += (draw(made.target(plain), draws(place).resample),)
             for place in range(2):
-                laws.append(made.draft(tokens) if place < drawn else None)
-                tokens += (draw(laws[-1], draws(place).draft) if laws[-1] else plain[place],)
+                distributions.append(made.draft(tokens) if place < drawn else None)
+                tokens += (draw(distributions[-1], draws(place).draft) if distributions[-1] else plain[place],)
             if form == "chain":
-                verdict = RULES[name](tokens, laws, lambda j: made.target(tokens[:j]), draws)
+                verdict = RULES[name](tokens, distributions, lambda j: made.target(tokens[:j]), draws)
             else:
-                verdict = TREE_RULES[name](tokens, [-1, 0], laws, lambda p: made.target(tokens[: p + 1]), draws)
+                verdict = TREE_RULES[name](
+                    tokens, [-1, 0], distributions, lambda p: made.target(tokens[: p + 1]), draws
+                )
             text = (*[tokens[i] for i in path_of(verdict)], verdict.next_token)
             assert drawn or text == plain[: len(text)]
             return text
 
-        assert error(Counter(law(both)), made.target, LENGTH) < 1e-12
+        assert error(Counter(distribution(both)), made.target, LENGTH) < 1e-12
 
 
 @pytest.mark.parametrize("tree_size", [0, 12])

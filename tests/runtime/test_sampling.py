@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.sampling import distribution, truncation
-from specexport_runtime.sampling.distribution import Distribution, sample_token
+from specexport_runtime.sampling.distribution import HostDistribution, sample_token
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from tests.support.cases import chance
@@ -53,7 +53,7 @@ def as_dict(distribution):
     return {i: p for i, p in zip(ids, distribution.probs.tolist(), strict=True) if p > 0}
 
 
-def assert_same(got: Distribution, expected: dict[int, float], tolerance=1e-6):
+def assert_same(got: HostDistribution, expected: dict[int, float], tolerance=1e-6):
     assert got.probs.dtype == np.float64
     assert abs(got.probs.sum() - 1) < 1e-12
     if got.token_ids is not None:
@@ -236,7 +236,7 @@ def test_draws_invert_the_cumulative_distribution(size, sparse):
     probs = rng.random(size) * (rng.random(size) < 0.5) + 1e-9 * (np.arange(size) == size // 2)
     probs /= probs.sum()
     ids = np.arange(size) * 3 + 1 if sparse else None
-    drawn_from = Distribution(ids, probs)
+    drawn_from = HostDistribution(ids, probs)
     cumulative = probs.cumsum()
     for u in [0.0, 1 - 2**-53, *rng.random(300)]:
         token = sample_token(drawn_from, u)
@@ -257,6 +257,6 @@ def test_a_target_beyond_the_last_running_sum_gives_the_last_possible_token():
 
 def test_probability_of_absent_tokens_is_zero():
     for ids, absent in ((np.array([2, 5]), (0, 3, 6)), (None, (-1, 2))):
-        found = Distribution(ids, np.array([0.25, 0.75]))
+        found = HostDistribution(ids, np.array([0.25, 0.75]))
         assert [found.probability(token) for token in ((2, 5) if ids is not None else (0, 1))] == [0.25, 0.75]
         assert not any(found.probability(token) for token in absent)

@@ -51,7 +51,7 @@ def test_siblings_are_the_next_best_tokens_of_the_same_logits(options):
         assert [(each.parent, each.token) for each in proposal.branches] == [
             (parent, token) for parent, tokens in beside.items() for token in tokens
         ]
-        assert all(LEAST_RATIO <= each.ratio <= 1 and each.law is None for each in proposal.branches)
+        assert all(LEAST_RATIO <= each.ratio <= 1 and each.distribution is None for each in proposal.branches)
 
 
 def test_siblings_of_a_cut_head_are_its_own_tokens():

@@ -1,4 +1,4 @@
-"""Trees are exact: every draw of a round is integrated, and what comes out is the target's law to 1e-12.
+"""Trees are exact: every draw of a round is integrated, and what comes out is the target's distribution to 1e-12.
 
 As in ``test_block``: a round is run once for each way that its comparisons and draws can end.
 """
@@ -13,17 +13,17 @@ from specexport_runtime.requests.records import Branch, Proposal
 from specexport_runtime.sampling import accept, block, tree
 from specexport_runtime.sampling.accept import Verdict
 from specexport_runtime.sampling.block import RULES
-from specexport_runtime.sampling.distribution import Distribution
+from specexport_runtime.sampling.distribution import HostDistribution
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.tree import TREE_RULES, accept_tree, accept_tree_block, accept_tree_greedy, without
 from tests.support.references import drawn
-from tests.support.references.drawn import error, law
+from tests.support.references.drawn import distribution, error
 
 VOCAB, LENGTH = drawn.Models.VOCAB, 4
 
 
 @pytest.fixture(autouse=True)
-def whole_law(monkeypatch):
+def whole_distribution(monkeypatch):
     drawn.integrate(monkeypatch, accept, block, tree)
 
 
@@ -49,7 +49,7 @@ SHAPES = {
 
 def grow(models, way, shape):
     """A proposal of a shape. A shape that depends on what was drawn is a function of tokens and depth."""
-    tokens, parents, laws, waiting = [], [], [], [((), -1, shape)]
+    tokens, parents, distributions, waiting = [], [], [], [((), -1, shape)]
     while waiting:
         text, parent, children = waiting.pop(0)
         if callable(children):
@@ -70,22 +70,22 @@ def grow(models, way, shape):
                 if token in elder:
                     continue
             elder.append(token)
-            laws.append(drawn_from if how == "d" else None)
+            distributions.append(drawn_from if how == "d" else None)
             tokens.append(token)
             parents.append(parent)
             waiting.append(((*text, token), len(tokens) - 1, below))
-    return in_order(tokens, parents, laws)
+    return in_order(tokens, parents, distributions)
 
 
-def in_order(tokens, parents, laws):
+def in_order(tokens, parents, distributions):
     chain, place = [], -1
     while place in parents:
         place = parents.index(place)
         chain.append(place)
     order = chain + [i for i in range(len(tokens)) if i not in chain]
     place_of = {-1: -1, **{old: new for new, old in enumerate(order)}}
-    branches = tuple(Branch(tokens[i], place_of[parents[i]], laws[i]) for i in order[len(chain) :])
-    return Proposal([tokens[i] for i in chain], [laws[i] for i in chain], branches=branches)
+    branches = tuple(Branch(tokens[i], place_of[parents[i]], distributions[i]) for i in order[len(chain) :])
+    return Proposal([tokens[i] for i in chain], [distributions[i] for i in chain], branches=branches)
 
 
 def run_round(models, rule, shape, way):
@@ -97,7 +97,7 @@ def run_round(models, rule, shape, way):
         asked.append(place)
         return models.target(tuple(nodes[i] for i in proposal.path_to(place)))
 
-    verdict = rule(nodes, parents, drawn.laws_of(proposal), target, drawn.WholeDraws(way))
+    verdict = rule(nodes, parents, drawn.distributions_of(proposal), target, drawn.WholeDraws(way))
     assert len(set(asked)) == len(asked)
     path = drawn.path_of(verdict)
     assert len(path) == verdict.accepted
@@ -110,9 +110,9 @@ KINDS = [{}, {"sparse": True}, {"kind": "same"}, {"kind": "disjoint"}, {"kind": 
 
 
 def judged(models, rule, shape):
-    """Largest difference of the law of a text that begins with a round, and how many draft tokens stay in the mean."""
+    """Largest difference of the distribution of a text that begins with a round, and mean draft tokens that stay."""
     rounds, accepted = Counter(), 0.0
-    for (_, verdict, tokens), weight in law(lambda way: run_round(models, rule, shape, way)).items():
+    for (_, verdict, tokens), weight in distribution(lambda way: run_round(models, rule, shape, way)).items():
         rounds[tokens] += weight
         accepted += weight * verdict.accepted
     return error(rounds, models.target, LENGTH), accepted
@@ -130,7 +130,7 @@ SHAPES["by what it keeps"] = [("d", below), ("d", below)]
     [(shape, kind) for number, shape in enumerate(SHAPES) for kind in (KINDS[0], KINDS[1 + number % 4])],
     ids=str,
 )
-def test_a_round_leaves_the_law_of_the_text_as_it_is_and_a_whole_tree_keeps_no_fewer_tokens(shape, models):
+def test_a_round_leaves_the_distribution_of_the_text_as_it_is_and_a_whole_tree_keeps_no_fewer_tokens(shape, models):
     for seed in range(1 if shape in ("full", "wide and deep") else 2):
         means = []
         for rule in (accept_tree_block, accept_tree):
@@ -142,7 +142,7 @@ def test_a_round_leaves_the_law_of_the_text_as_it_is_and_a_whole_tree_keeps_no_f
 
 @pytest.mark.parametrize("rule", TREE_RULES.values(), ids=TREE_RULES)
 @pytest.mark.parametrize("shape", ["siblings", "wide and deep", "mixed below", "certain, then drawn", "certain above"])
-def test_where_there_is_no_law_the_draft_ends_and_it_is_an_error_if_the_text_comes_there(shape, rule):
+def test_where_there_is_no_distribution_the_draft_ends_and_it_is_an_error_if_the_text_comes_there(shape, rule):
     for seed in range(2):
         made = drawn.Models(seed)
         made.target, expected = drawn.with_dead_ends(made.target)
@@ -150,10 +150,10 @@ def test_where_there_is_no_law_the_draft_ends_and_it_is_an_error_if_the_text_com
         def run(way, made=made):
             try:
                 return run_round(made, rule, SHAPES[shape], way)[2]
-            except drawn.NoLawError as error:
-                return (*error.text, drawn.NO_LAW)
+            except drawn.NoDistributionError as error:
+                return (*error.text, drawn.NO_DISTRIBUTION)
 
-        assert error(law(run), expected, LENGTH, VOCAB + 1) < 1e-12
+        assert error(distribution(run), expected, LENGTH, VOCAB + 1) < 1e-12
 
 
 def test_a_tree_keeps_more_than_its_chain_and_the_whole_more_than_one_by_one():
@@ -170,12 +170,14 @@ def test_a_tree_keeps_more_than_its_chain_and_the_whole_more_than_one_by_one():
 def test_drawn_branches_that_are_dropped_or_not_drawn_apart_are_noticed(rule, monkeypatch):
     """Left out for its value, as a bound on the whole tree by probability would do it; or drawn with replacement."""
 
-    def dropping(nodes, parents, laws, target, draws):
-        kept = [i for i, p in enumerate(parents) if not (i and p < 0 and laws[i].probability(nodes[i]) < 0.3)]
-        return rule([nodes[i] for i in kept], [parents[i] for i in kept], [laws[i] for i in kept], target, draws)
+    def dropping(nodes, parents, distributions, target, draws):
+        kept = [i for i, p in enumerate(parents) if not (i and p < 0 and distributions[i].probability(nodes[i]) < 0.3)]
+        return rule(
+            [nodes[i] for i in kept], [parents[i] for i in kept], [distributions[i] for i in kept], target, draws
+        )
 
     assert max(judged(drawn.Models(seed), dropping, SHAPES["siblings"])[0] for seed in range(3)) > 1e-3
-    monkeypatch.setattr(tree, "without", lambda law, elder: law)
+    monkeypatch.setattr(tree, "without", lambda distribution, elder: distribution)
     assert judged(drawn.Models(0), rule, SHAPES["siblings"])[0] > 1e-3
 
 
@@ -184,10 +186,10 @@ def test_drawn_branches_that_are_dropped_or_not_drawn_apart_are_noticed(rule, mo
 def test_a_drawn_chain_is_accepted_by_the_same_numbers_as_a_chain(name, kind):
     for seed in range(100):
         made, rng = drawn.Models(seed % 7, kind), np.random.default_rng(seed)
-        tokens, laws = [], []
+        tokens, distributions = [], []
         for _ in range(seed % 5):
-            laws.append(made.draft(tuple(tokens)))
-            tokens.append(laws[-1].draw(rng.random()))
+            distributions.append(made.draft(tuple(tokens)))
+            tokens.append(distributions[-1].draw(rng.random()))
         ours, theirs = [RoundDraws(RandomStream(seed)) for _ in range(2)]
         calls, expected_calls = [], []
 
@@ -199,8 +201,8 @@ def test_a_drawn_chain_is_accepted_by_the_same_numbers_as_a_chain(name, kind):
             calls.append(j)
             return made.target(tuple(tokens[:j]))
 
-        verdict = TREE_RULES[name](tokens, range(-1, len(tokens) - 1), laws, target, ours)
-        assert verdict == RULES[name](tokens, laws, expected_target, theirs)
+        verdict = TREE_RULES[name](tokens, range(-1, len(tokens) - 1), distributions, target, ours)
+        assert verdict == RULES[name](tokens, distributions, expected_target, theirs)
         assert calls == expected_calls  # no row is processed that a chain leaves alone
 
 
@@ -283,16 +285,20 @@ def test_the_numbers_of_branches_are_their_own():
 
 def test_what_is_left_for_a_sibling():
     dense, sparse = (
-        Distribution(None, np.array([0.5, 0.25, 0.25])),
-        Distribution(np.array([2, 7]), np.array([0.2, 0.8])),
+        HostDistribution(None, np.array([0.5, 0.25, 0.25])),
+        HostDistribution(np.array([2, 7]), np.array([0.2, 0.8])),
     )
     assert without(dense, [0, 9]).probs.tolist() == [0.0, 0.5, 0.5]
     assert without(sparse, [7, 3]).probability(2) == 1.0
     assert dense.probs.tolist() == [0.5, 0.25, 0.25]
     with pytest.raises(CheckFailedError, match="3 tokens in one place"):
         without(sparse, [2, 7])
-    laws = [dense, dense, sparse]
+    distributions = [dense, dense, sparse]
     with pytest.raises(CheckFailedError, match="in its own draft distribution"):
         accept_tree(
-            [0, 1, 5], [-1, -1, -1], laws, lambda _: Distribution(None, np.eye(9)[8]), RoundDraws(RandomStream(0))
+            [0, 1, 5],
+            [-1, -1, -1],
+            distributions,
+            lambda _: HostDistribution(None, np.eye(9)[8]),
+            RoundDraws(RandomStream(0)),
         )

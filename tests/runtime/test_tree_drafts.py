@@ -1,4 +1,4 @@
-"""Drafters whose requests may have trees, in the decoding loop: the same texts in fewer rounds, and the same laws."""
+"""Drafters whose requests may have trees, in the decoding loop: the same texts and distributions, in fewer rounds."""
 
 import pytest
 
@@ -58,8 +58,8 @@ def test_texts_of_grammars_are_plain_ones(drafter):
 
 
 @pytest.mark.parametrize(("name", "acceptance"), [("draft model", "token"), ("medusa", "block"), ("suffix", "block")])
-def test_sampled_texts_have_the_target_s_law(name, acceptance, monkeypatch):
-    """Penalties make each node's law one of its own path."""
+def test_sampled_texts_have_the_target_s_distribution(name, acceptance, monkeypatch):
+    """Penalties make each node's distribution one of its own path."""
     for module in (drafter_kinds, heads_on_fakes, loop):
         monkeypatch.setattr(module, "VOCAB", SMALL)
     decoder, target, _ = KINDS[name].make(2, 0.8)

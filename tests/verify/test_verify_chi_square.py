@@ -63,5 +63,8 @@ def test_true_draws_stay_below_the_limit():
     assert np.mean(found) == pytest.approx(expected_total_variation(300, probabilities), rel=0.03)
     # McDiarmid's bound is safe: at most the stated share exceeds it.
     assert np.mean(np.array(found) > total_variation_limit(300, probabilities, 0.05)) <= 0.05
-    for counts, law, distance in (([50, 0], [1.0, 0.0], 0.5), ([100, 0], [0.0, 1.0], 1.0)):  # samples outside all cells
-        assert total_variation(np.array(counts), np.array(law), 100) == pytest.approx(distance)
+    for counts, distribution, distance in (
+        ([50, 0], [1.0, 0.0], 0.5),
+        ([100, 0], [0.0, 1.0], 1.0),
+    ):  # samples outside all cells
+        assert total_variation(np.array(counts), np.array(distribution), 100) == pytest.approx(distance)

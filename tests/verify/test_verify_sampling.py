@@ -9,7 +9,7 @@ from specexport.verify.sampling import FAMILY_ALPHA, SETTINGS, accept_everything
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.accept import Verdict, accept_sampled
 from specexport_runtime.sampling.block import DEFAULT_RULE, RULES
-from specexport_runtime.sampling.distribution import Distribution, sample_token
+from specexport_runtime.sampling.distribution import HostDistribution, sample_token
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
@@ -52,9 +52,9 @@ def test_exact_draws_of_trees_pass(draft):
 
 
 def test_a_broken_rule_for_trees_fails_them_alone(monkeypatch):
-    def take_the_chain(nodes, parents, laws, target_law, draws):
+    def take_the_chain(nodes, parents, distributions, target_distribution, draws):
         place = max(i for i, parent in enumerate(parents) if parent == i - 1)
-        return Verdict(place + 1, sample_token(target_law(place), draws(place + 1).resample), is_bonus=True)
+        return Verdict(place + 1, sample_token(target_distribution(place), draws(place + 1).resample), is_bonus=True)
 
     monkeypatch.setitem(TREE_RULES, DEFAULT_RULE, take_the_chain)
     result = check_sampling(tree_engine("random"), PROMPTS, settings=LAST, **ENGINE)
@@ -163,13 +163,13 @@ def test_cells_have_the_probability_of_their_outcomes(setting):
 
 def test_a_rest_without_mass_joins_another_cell():
     probs = np.array([0.7, 0.3 - 1e-20, 1e-20])
-    partition = Partition(lambda path: Distribution(None, probs), 1, 100)
+    partition = Partition(lambda path: HostDistribution(None, probs), 1, 100)
     assert len(partition.probabilities) == 2
     assert partition.cell((2,)) == partition.cell((1,))
 
 
 def test_one_impossible_outcome_fails():
-    partition = Partition(lambda path: Distribution(None, np.array([0.5, 0.5, 0.0])), 1, 100)
+    partition = Partition(lambda path: HostDistribution(None, np.array([0.5, 0.5, 0.0])), 1, 100)
     right = [(0,), (1,)] * 500
     for outcomes, passed in ((right, True), ([*right, (2,)], False)):
         assert judge("engine", "x", 0, partition, outcomes, 1, 1e-6).passed == passed

@@ -24,12 +24,12 @@ HOST_US = {1: 200.0, 8: 400.0}
 """Most microseconds of the host a round, waits left out, by sequences at a time."""
 BYTES = 20_000
 """Most bytes to the host, a round and sequence."""
-LAWS: dict[str, dict[str, Any]] = {
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "T=1": {"temperature": 1.0},
     "T=0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9},
     "T=0.7, top-p 0.9, top-k 40, min-p 0.02": {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.02},
 }
-CASES = (*LAWS.values(), {"temperature": 0.1}, {"temperature": 5.0}, {"temperature": 1.0, "min_p": 0.05})
+CASES = (*DISTRIBUTIONS.values(), {"temperature": 0.1}, {"temperature": 5.0}, {"temperature": 1.0, "min_p": 0.05})
 
 
 class Steps:
@@ -135,14 +135,18 @@ def check_draws(context: Context, target: Steps, draft: Steps) -> None:
         kept = draft.draw([sampler.ask(u, vocab, slot=i) for i, u in enumerate(uniforms)])
         asked = target.draw([sampler.ask(u, vocab, t) for u, t in zip(uniforms, tokens, strict=True)])
         for i in range(count):
-            law, host, other = sampler.law(asked[i]), sampler.distribution(q[i]), sampler.distribution(p[i])
-            drawn = law.draw(uniforms[i])
+            distribution, host, other = (
+                sampler.row_distribution(asked[i]),
+                sampler.distribution(q[i]),
+                sampler.distribution(p[i]),
+            )
+            drawn = distribution.draw(uniforms[i])
             draws, wrong = draws + 1, wrong + (drawn != host.draw(uniforms[i]))
             for token in (drawn, tokens[i]):
                 right = host.probability(token)
-                worst = max(worst, abs(law.probability(token) - right) / max(right, 1e-300))
+                worst = max(worst, abs(distribution.probability(token) - right) / max(right, 1e-300))
             for weight in (1.0, 0.4):
-                found = surplus(law, sampler.law(kept[i]), weight)
+                found = surplus(distribution, sampler.row_distribution(kept[i]), weight)
                 mass = float(surplus(host, other, weight).sum())
                 worst = max(worst, abs(float(found.sum()) - mass) / max(mass, 1e-12))
                 masses += 1
@@ -156,7 +160,7 @@ def check_draws(context: Context, target: Steps, draft: Steps) -> None:
 def time_rounds(context: Context, target: Steps, draft: Steps) -> None:
     """Steps of draws, and whole rounds of K draws, a test and what follows from it: the host's share, and bytes."""
     rng, vocab = np.random.default_rng(4), target.vocab
-    for name, given in list(LAWS.items())[: 1 if context.tiny else None]:
+    for name, given in list(DISTRIBUTIONS.items())[: 1 if context.tiny else None]:
         sampler = Sampler(SamplingParams(**given), [1], vocab)
         for rows in (1, LOOKAHEAD + 1, *(() if context.tiny else (8 * (LOOKAHEAD + 1),))):
             target.load(make_logits(rng, min(rows, 5), vocab)[np.arange(rows) % 5])
@@ -183,13 +187,13 @@ def round_of(
     for _ in range(rounds):
         target.waited = draft.waited = 0.0
         start, later = time.perf_counter(), [_timed_waits(each) for each in steps]
-        laws: list[list[Any]] = [[] for _ in streams]
+        distributions: list[list[Any]] = [[] for _ in streams]
         tokens: list[list[int]] = [[] for _ in streams]
         for j in range(LOOKAHEAD):
             asks = [sampler.ask(s.peek(j).draft, vocab, slot=j * 8 + i) for i, s in enumerate(streams)]
             for i, row in enumerate(draft.draw(asks)):
-                laws[i].append(sampler.law(row))
-                tokens[i].append(laws[i][-1].draw(streams[i](j).draft))
+                distributions[i].append(sampler.row_distribution(row))
+                tokens[i].append(distributions[i][-1].draw(streams[i](j).draft))
         asks = [
             sampler.ask(s.peek(j).resample, vocab, token)
             for i, s in enumerate(streams)
@@ -198,7 +202,7 @@ def round_of(
         rows = target.draw(asks)
         for i, stream in enumerate(streams):
             own = rows[i * (LOOKAHEAD + 1) :][: LOOKAHEAD + 1]
-            RULES["block"](tokens[i], laws[i], lambda j, own=own: sampler.law(own[j]), stream)  # type: ignore[misc]
+            RULES["block"](tokens[i], distributions[i], lambda j, o=own: sampler.row_distribution(o[j]), stream)  # type: ignore[misc]
             stream.end_round()
         total = time.perf_counter() - start
         waited.append(target.waited + draft.waited + sum(each() for each in later))
@@ -254,7 +258,7 @@ def check_texts(context: Context, what: str, target: Executor, draft: Executor) 
 
     count = 4 if context.tiny else 48
     batches = (2,) if context.tiny else (1, min(8, target.num_rows))
-    for name, given in list(LAWS.items())[: 1 if context.tiny else None]:
+    for name, given in list(DISTRIBUTIONS.items())[: 1 if context.tiny else None]:
         for batch in batches:
             with context.part(f"{what}: sampled, {name}, batch {batch}"):
                 prompts = random_tokens(target.vocab_size, batch, 12, seed=6)

@@ -5,10 +5,10 @@
     draft's token d ── equal bytes ──▶ target's token M(d)          what it drafts: over shared tokens alone
     target's token t ── spelled ─────▶ draft's tokens d1 d2 …       what it reads: one where they share it
 
-M is injective, so a law over the draft's shared tokens is a law over the target's vocabulary, and acceptance is exact
-whatever M is. Spelling goes token by token: a text's spelling never changes when it grows, so that cache entries stay
-true, and going back a token is going back by its spelling. A spelling that the draft would not have chosen costs
-acceptance only.
+M is injective, so a distribution over the draft's shared tokens is a distribution over the target's vocabulary, and
+acceptance is exact whatever M is. Spelling goes token by token: a text's spelling never changes when it grows, so that
+cache entries stay true, and going back a token is going back by its spelling. A spelling that the draft would not have
+chosen costs acceptance only.
 """
 
 import zipfile

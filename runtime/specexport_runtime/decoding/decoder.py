@@ -23,7 +23,7 @@ from specexport_runtime.decoding.verify import (
     note_paths,
     path_of,
     row_asks,
-    row_laws,
+    row_distributions,
     row_work,
     score_prompts,
     told_step,
@@ -236,9 +236,9 @@ class Decoder:
             # One argmax serves all rows; rows of sampled requests are so few that skipping them would not pay.
             greedy = greedy_ids(output)
         events = []
-        laws = {}
+        distributions = {}
         if isinstance(output, DeviceRows):
-            laws = row_laws(requests, proposals, output, self.target.logit_starts, first_row)
+            distributions = row_distributions(requests, proposals, output, self.target.logit_starts, first_row)
         for req in requests:
             proposal = proposals[req.row]
             # Rows of a prompt that is scored come first; its last one is that of the newest token.
@@ -251,7 +251,7 @@ class Decoder:
                 if req.sampler.is_plain_greedy:
                     verdict = accept_argmax(proposal, greedy[begin:end])
                 elif isinstance(rows, DeviceRows):
-                    verdict = accept_rows(req, proposal, rows, laws[req.row])
+                    verdict = accept_rows(req, proposal, rows, distributions[req.row])
                 else:
                     verdict = accept_processed(req, proposal, rows)
                 event = self._commit(req, proposal, verdict)

@@ -14,8 +14,8 @@ from specexport_runtime.requests.records import Proposal
 from specexport_runtime.requests.request import Request, RoundEvent
 from specexport_runtime.sampling.accept import Verdict, accept_greedy, first_refused
 from specexport_runtime.sampling.block import RULES, Chances, accept_block, find_chances, tested_places
-from specexport_runtime.sampling.device import DeviceLaw, Surplus, find_masses
-from specexport_runtime.sampling.distribution import Law
+from specexport_runtime.sampling.device import DeviceDistribution, Surplus, find_masses
+from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.logprobs import logprobs_of
 from specexport_runtime.sampling.tree import TREE_RULES, accept_tree_greedy
 
@@ -180,45 +180,45 @@ def accept_argmax(proposal: Proposal, greedy: Sequence[int]) -> Verdict:
     return verdict
 
 
-class RowLaws:
+class RowDistributions:
     """What the target says behind one request's draft, by place, in rows that stay on a device from ``begin`` on."""
 
     def __init__(self, req: Request, drafted: Sequence[int], rows: DeviceRows, begin: int) -> None:
         self._sampler, self._drafted, self._rows, self._begin = req.sampler, drafted, rows, begin
-        self._made: dict[int, Law] = {}
+        self._made: dict[int, Distribution] = {}
         self.chances: Chances | None = None  # of a draft that is accepted as a block
 
-    def __call__(self, place: int) -> Law:
-        """The law behind so many draft tokens."""
-        law = self._made.get(place)
-        if law is None:
-            law = self._sampler.law(self._rows[self._begin + place], self._drafted[:place])
-            self._made[place] = law
-        return law
+    def __call__(self, place: int) -> Distribution:
+        """The distribution behind so many draft tokens."""
+        distribution = self._made.get(place)
+        if distribution is None:
+            distribution = self._sampler.row_distribution(self._rows[self._begin + place], self._drafted[:place])
+            self._made[place] = distribution
+        return distribution
 
 
-def accept_rows(req: Request, proposal: Proposal, rows: DeviceRows, laws: RowLaws) -> Verdict:
-    """As :func:`accept_processed`, of rows [K+1] that stay on the device, with laws by :func:`row_laws`."""
+def accept_rows(req: Request, proposal: Proposal, rows: DeviceRows, distributions: RowDistributions) -> Verdict:
+    """As :func:`accept_processed`, of rows [K+1] that stay on the device, by :func:`row_distributions`."""
     if req.sampler.is_greedy or proposal.branches:
         return accept_processed(req, proposal, rows.fetch())
-    if laws.chances is not None:
-        return accept_block(proposal.tokens, proposal.distributions, laws, req.draws, laws.chances)
-    return RULES[req.acceptance](proposal.tokens, proposal.distributions, laws, req.draws)
+    if distributions.chances is not None:
+        return accept_block(proposal.tokens, proposal.distributions, distributions, req.draws, distributions.chances)
+    return RULES[req.acceptance](proposal.tokens, proposal.distributions, distributions, req.draws)
 
 
-def row_laws(
+def row_distributions(
     requests: Sequence[Request],
     proposals: Mapping[int, Proposal],
     rows: DeviceRows,
     starts: Sequence[int],  # where those of each cache row begin, from the first one of the step on
     first_row: int,
-) -> dict[int, RowLaws]:
-    """By cache row, laws of requests that :func:`row_asks` asked for; all residuals are found at once."""
-    laws: dict[int, RowLaws] = {}
+) -> dict[int, RowDistributions]:
+    """By cache row, distributions of requests that :func:`row_asks` asked for; all residuals are found at once."""
+    distributions: dict[int, RowDistributions] = {}
     asked: list[Surplus] = []
     for req in requests:
         proposal, begin = proposals[req.row], starts[req.row - first_row]
-        laws[req.row] = law = RowLaws(req, proposal.tokens, rows, begin)
+        distributions[req.row] = distribution = RowDistributions(req, proposal.tokens, rows, begin)
         # One request rarely asks twice, and looking ahead costs more than that.
         if (
             len(requests) > 1
@@ -228,28 +228,32 @@ def row_laws(
             and req.sampler.is_uncut
         ):
             with suppress(Exception):  # acceptance meets it again
-                _ask_ahead(req, proposal.tokens, proposal.distributions, law, asked)
+                _ask_ahead(req, proposal.tokens, proposal.distributions, distribution, asked)
     find_masses(asked)
-    return laws
+    return distributions
 
 
 def _ask_ahead(
-    req: Request, drafted: Sequence[int], drafts: Sequence[Law | None], laws: RowLaws, asked: list[Surplus]
+    req: Request,
+    drafted: Sequence[int],
+    drafts: Sequence[Distribution | None],
+    distributions: RowDistributions,
+    asked: list[Surplus],
 ) -> None:
     """Ask for the residuals that a draft may end with."""
     draws = req.draws
     places: Iterable[tuple[int, float]]
     if req.acceptance == "token":
-        place, _, token = first_refused(drafted, drafts, laws, draws)
+        place, _, token = first_refused(drafted, drafts, distributions, draws)
         places = [(place, 1.0)] if token is None else []
     else:
-        laws.chances = find_chances(drafted, drafts, laws, draws)
-        places = tested_places(laws.chances.found, draws)
+        distributions.chances = find_chances(drafted, drafts, distributions, draws)
+        places = tested_places(distributions.chances.found, draws)
     for place, chance in places:
         if place == len(drafted):
             return
-        target = laws(place)
-        if isinstance(target, DeviceLaw) and (found := target.ask(drafts[place], chance)) is not None:
+        target = distributions(place)
+        if isinstance(target, DeviceDistribution) and (found := target.ask(drafts[place], chance)) is not None:
             asked.append(found)
         if chance == 1.0:
             return
@@ -283,7 +287,7 @@ def _accept_tree(req: Request, proposal: Proposal, logits: Float32Array) -> Verd
     if sampler.is_greedy:
         return accept_tree_greedy(nodes, parents, lambda place: sampler.greedy_token(logits[place + 1], before(place)))
     chain = proposal.distributions or [None] * len(proposal.tokens)
-    drafted = [*chain, *[branch.law for branch in proposal.branches]]
+    drafted = [*chain, *[branch.distribution for branch in proposal.branches]]
     return TREE_RULES[req.acceptance](
         nodes, parents, drafted, lambda place: sampler.distribution(logits[place + 1], before(place)), req.draws
     )

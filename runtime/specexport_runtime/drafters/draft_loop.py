@@ -23,7 +23,7 @@ from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, RowRule, w
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.requests.records import Begun, Branch, DraftEnd, Proposal
 from specexport_runtime.requests.request import Request
-from specexport_runtime.sampling.distribution import Law, sample_token
+from specexport_runtime.sampling.distribution import Distribution, sample_token
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.arrays import CutHead
@@ -47,7 +47,7 @@ class Draft:
         self.waiting: list[int] = [] if begun is None else list(begun.tokens)  # forced tokens behind them
         self.forced: list[int] = []  # places of forced tokens in the draft
         # What each token was drawn from; None for a greedy request.
-        self.distributions: list[Law | None] | None = None if request.sampler.is_greedy else []
+        self.distributions: list[Distribution | None] | None = None if request.sampler.is_greedy else []
         self.branches: list[Branch] = []  # beside its tokens
         self.has_exited = False  # the model was no longer sure
         self.is_combined = False  # its places know nothing of each other
@@ -127,10 +127,10 @@ class Draft:
         self.forced.append(len(self.tokens))
         self._put(self.waiting.pop(0), None)
 
-    def _put(self, token: int, law: Law | None) -> None:
+    def _put(self, token: int, distribution: Distribution | None) -> None:
         self.tokens.append(token)
         if self.distributions is not None:
-            self.distributions.append(law)
+            self.distributions.append(distribution)
 
     def ask(self, width: int, num_rows: int, ahead: int = 0) -> RowAsk:
         """What to ask of a row of logits on the device, ``ahead`` of the next; there are ``num_rows`` cache rows."""
@@ -144,7 +144,7 @@ class Draft:
 
     def draw_row(self, row: DeviceRow, width: int) -> None:
         """As :meth:`draw`, from a row that stays on the device and was asked by :meth:`ask`."""
-        sampler, law = self.request.sampler, None
+        sampler, distribution = self.request.sampler, None
         if self.num_siblings:
             return self.draw(row.fetch())
         if self.distributions is None:
@@ -154,11 +154,11 @@ class Draft:
                 return self.draw(row.fetch())
             token, top = row.token_id, 1.0 / row.found.total
         else:
-            law = sampler.law(row, self.tokens)
-            token, top = sample_token(law, self.request.draws(len(self.tokens)).draft), law.top
+            distribution = sampler.row_distribution(row, self.tokens)
+            token, top = sample_token(distribution, self.request.draws(len(self.tokens)).draft), distribution.top
         draft_exit = self._exit if self._steps + 1 < self.limit else None
         self.has_exited = draft_exit is not None and draft_exit.should_end(top)
-        return self.append(token, law)
+        return self.append(token, distribution)
 
     def draw(self, logits: Float32Array, cut_head: "CutHead | None" = None, confidence: float | None = None) -> None:
         """Append the token that ``logits`` [V], or [N] of ``cut_head``, give; end the draft if it is not sure of it.
@@ -167,7 +167,7 @@ class Draft:
         ``confidence`` is what the model itself says of the place, whatever is drawn; without it the top probability is.
         CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
         """
-        req, top, law, siblings = self.request, 1.0, None, self.num_siblings
+        req, top, distribution, siblings = self.request, 1.0, None, self.num_siblings
         draft_exit = self._exit if self._steps + 1 < self.limit else None
         plain = req.sampler.is_plain_greedy
         if cut_head is not None and not plain:  # penalties and bias go by token id
@@ -181,15 +181,15 @@ class Draft:
             if cut_head is not None and plain:
                 token = int(cut_head.ids[token])
         else:
-            law = req.sampler.distribution(logits, self.tokens)
-            token = sample_token(law, req.draws(len(self.tokens)).draft)
+            distribution = req.sampler.distribution(logits, self.tokens)
+            token = sample_token(distribution, req.draws(len(self.tokens)).draft)
             if siblings:
-                self._branch_drawn(law, token, siblings)
+                self._branch_drawn(distribution, token, siblings)
             if draft_exit is not None:
-                top = law.top
+                top = distribution.top
         top = top if confidence is None else confidence
         self.has_exited = draft_exit is not None and draft_exit.should_end(top)
-        self.append(token, law)
+        self.append(token, distribution)
 
     def _branch_greedily(self, logits: Float32Array, token: int, count: int, cut_head: "CutHead | None") -> None:
         """Put the next best tokens beside the next one, ``token``; with a ``cut_head`` they are rows of it."""
@@ -204,15 +204,17 @@ class Draft:
             found = [(int(cut_head.ids[row]), ratio) for row, ratio in found]
         self.branches += [Branch(sibling, parent, ratio=ratio) for sibling, ratio in found]
 
-    def _branch_drawn(self, law: Law, token: int, count: int) -> None:
+    def _branch_drawn(self, distribution: Distribution, token: int, count: int) -> None:
         """Put tokens beside the next one, ``token``, that are drawn from what it and its elder siblings leave."""
         parent, number = len(self.tokens) - 1, len(self.branches)
         uniforms = [self.request.draws.branch(number + i).draft for i in range(count)]
-        self.branches += [Branch(sibling, parent, law) for sibling in drawn_siblings(law, token, uniforms)]
+        self.branches += [
+            Branch(sibling, parent, distribution) for sibling in drawn_siblings(distribution, token, uniforms)
+        ]
 
-    def append(self, token: int, law: Law | None = None) -> None:
-        """Append the token of a step, drawn from ``law``, and look at what a grammar forces behind it."""
-        self._put(token, law)
+    def append(self, token: int, distribution: Distribution | None = None) -> None:
+        """Append the token of a step, drawn from ``distribution``, and look at what a grammar forces behind it."""
+        self._put(token, distribution)
         self._steps += 1
         grammar = self.request.sampler.grammar
         if grammar is not None and self._room:

@@ -1,7 +1,7 @@
 """What a grammar does to drafts: it begins them, cuts them, and goes on behind them.
 
 Where it leaves one way to go on, tokens are known without a guess: draft tokens like any other, tested against the
-masked distribution, in which each is the only one. So the law is exact, and a step is saved for each.
+masked distribution, in which each is the only one. So the distribution is exact, and a step is saved for each.
 
 What goes wrong in a grammar behind drafts ends these: it comes up again where the text comes there.
 """
@@ -100,7 +100,7 @@ def _alone(begun: Begun) -> Proposal:
 
 def _fit(grammar: Grammar, proposal: Proposal, room: int) -> Proposal:
     count, drawn_from = grammar.cut(proposal.tokens[:room]), proposal.distributions
-    if count < room and drawn_from is not None and any(law is not None for law in drawn_from[count : count + 1]):
+    if count < room and drawn_from is not None and any(each is not None for each in drawn_from[count : count + 1]):
         count += 1
     return proposal if count == len(proposal.tokens) else shorten(proposal, count, "text")
 

@@ -14,7 +14,7 @@ from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.requests.records import Branch
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.device import on_host
-from specexport_runtime.sampling.distribution import Law, sample_token
+from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sampling.tree import without
 
 MOST_OFFERED = 16
@@ -44,9 +44,9 @@ def usual_siblings(request: Request, depth: int) -> tuple[int, ...]:
     return tuple(np.bincount(best, minlength=depth).tolist())
 
 
-def drawn_siblings(law: Law, token: int, uniforms: Sequence[float]) -> list[int]:
-    """Tokens that are drawn in turn from a law without ``token`` and those before: fewer if it has no more."""
-    here, drawn = on_host(law), [token]
+def drawn_siblings(distribution: Distribution, token: int, uniforms: Sequence[float]) -> list[int]:
+    """Tokens that are drawn in turn from a distribution without ``token`` and those before: fewer if it has no more."""
+    here, drawn = on_host(distribution), [token]
     for uniform in uniforms[: int(np.count_nonzero(here.probs)) - 1]:
         drawn.append(sample_token(without(here, drawn), uniform))
     return drawn[1:]

@@ -176,7 +176,7 @@ class Controller:
             memory.looked = proposal if proposal.branches else None
             reach = memory.acceptance.reach(memory.slots[: proposal.num_own])
             expected += sum(reach)
-            if any(branch.law is not None for branch in proposal.branches):
+            if any(branch.distribution is not None for branch in proposal.branches):
                 drafted += len(proposal.branches)
             elif proposal.branches:
                 best[i] = proposal._replace(branches=())

@@ -35,7 +35,7 @@ def shared_chances() -> SharedAcceptance:
 
 def slot_of(branch: Branch, elder: int = 0) -> int:
     """What a branch's chance goes by; ``elder`` of its siblings were drawn before it, besides the draft's own token."""
-    if branch.law is None and branch.ratio is not None:
+    if branch.distribution is None and branch.ratio is not None:
         return bisect_right(_RATIOS, branch.ratio)
     return len(_RATIOS) + 1 + min(elder, MOST_BESIDE - 1)
 
@@ -121,7 +121,7 @@ def observe(chances: SharedAcceptance, request: "Request", proposal: Proposal, b
         if len(text) < len(path) or text[:-1] != path[:-1]:
             continue
         slot, taken = slot_of(branch, elder), text[-1] == path[-1]
-        if branch.law is not None and not taken and text[-1] in _drawn_before(proposal, branch.parent, elder):
+        if branch.distribution is not None and not taken and text[-1] in _drawn_before(proposal, branch.parent, elder):
             continue  # it was not tested
         chances.observe([slot], int(taken), rejected=not taken)
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from specexport_runtime.sampling.distribution import Law
+    from specexport_runtime.sampling.distribution import Distribution
 
 DraftEnd = Literal["lookahead", "exit", "text", "none"]
 """Why a draft ended: K was reached, the drafter was not sure any more, nothing more to copy, or no draft at all."""
@@ -19,7 +19,7 @@ class Branch(NamedTuple):
     # Place of the token before it, among the draft's tokens and then its branches; -1 behind the text. A branch comes
     # behind its parent, and siblings stand in the order in which they were drawn, the draft's own token first.
     parent: int
-    law: "Law | None" = None  # that of its parent's children, from which it was drawn without its elder siblings
+    distribution: "Distribution | None" = None  # of its parent's children; it was drawn from it without elder siblings
     ratio: float | None = None  # how likely its drafter took it to be beside its parent's likeliest child; None: unsaid
 
 
@@ -38,7 +38,7 @@ class Proposal(NamedTuple):
 
     tokens: list[int]  # in order; empty for plain decoding
     # What each token was drawn from. None, for all or for one: it was not (greedy, copied text, forced by a grammar).
-    distributions: "list[Law | None] | None" = None
+    distributions: "list[Distribution | None] | None" = None
     end: DraftEnd = "lookahead"
     drafter: str = ""  # its name in the draft plan; empty: none was asked, or none found anything
     match_length: int = 0  # of a copied draft, tokens before it that matched; 0 for drafts of models

@@ -14,8 +14,15 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from specexport_runtime.errors import CheckFailedError
-from specexport_runtime.sampling.device import FoundMasses, RowLaw, on_host
-from specexport_runtime.sampling.distribution import Distribution, Drawable, Float64Array, Int64Array, Law, sample_token
+from specexport_runtime.sampling.device import FoundMasses, RowDistribution, on_host
+from specexport_runtime.sampling.distribution import (
+    Distribution,
+    Drawable,
+    Float64Array,
+    HostDistribution,
+    Int64Array,
+    sample_token,
+)
 from specexport_runtime.sampling.rng import Draws
 
 _FEW = 4096  # supports up to here are aligned by binary search
@@ -49,9 +56,9 @@ def accept_greedy(drafted: Sequence[int], target_tokens: Sequence[int]) -> Verdi
 
 def accept_sampled(
     drafted: Sequence[int],  # K draft tokens
-    draft_distributions: Sequence[Law | None] | None,  # p of each; None, for all or one: it was not drawn
+    draft_distributions: Sequence[Distribution | None] | None,  # p of each; None, for all or one: it was not drawn
     # q of new position j, 0 <= j <= K. Called in order, and not for positions after the first rejection.
-    target_distribution: Callable[[int], Law],
+    target_distribution: Callable[[int], Distribution],
     draws: Callable[[int], Draws],  # the uniforms of new position j
 ) -> Verdict:
     """Accept draft token x with probability min(1, q(x)/p(x)); at the first rejection draw from max(0, q - p).
@@ -62,17 +69,17 @@ def accept_sampled(
     """
     j, target, token = first_refused(drafted, draft_distributions, target_distribution, draws)
     if token is None:
-        rest = normalised(target, surplus(target, cast("Sequence[Law]", draft_distributions)[j]))
+        rest = normalised(target, surplus(target, cast("Sequence[Distribution]", draft_distributions)[j]))
         token = sample_token(rest, draws(j).resample)
     return Verdict(j, token, is_bonus=j == len(drafted))
 
 
 def first_refused(
     drafted: Sequence[int],
-    draft_distributions: Sequence[Law | None] | None,
-    target_distribution: Callable[[int], Law],
+    draft_distributions: Sequence[Distribution | None] | None,
+    target_distribution: Callable[[int], Distribution],
     draws: Callable[[int], Draws],
-) -> tuple[int, Law, int | None]:
+) -> tuple[int, Distribution, int | None]:
     """The first place that :func:`accept_sampled` refuses, q there, and what it gives (None: a residual's draw)."""
     for j, token in enumerate(drafted):
         target = target_distribution(j)
@@ -89,7 +96,7 @@ def first_refused(
     return last, target, sample_token(target, draws(last).resample)
 
 
-def draft_probability(draft: Law, token: int, place: int) -> float:
+def draft_probability(draft: Distribution, token: int, place: int) -> float:
     """Probability p of a draft token. CheckFailedError: it is not above 0."""
     probability = draft.probability(token)
     if not probability > 0.0:  # a NaN too
@@ -101,18 +108,18 @@ def draft_probability(draft: Law, token: int, place: int) -> float:
     return probability
 
 
-def surplus(target: Law, draft: Law, weight: float = 1.0) -> Float64Array | FoundMasses:
+def surplus(target: Distribution, draft: Distribution, weight: float = 1.0) -> Float64Array | FoundMasses:
     """The masses max(0, w q - p), on the target's support, for a ``weight`` w in (0, 1].
 
     Either distribution may be dense or sparse; ids that only one has are probability 0 in the other. Of two rows that
     were asked for a draw, that alone is known of the masses.
     """
-    if isinstance(target, RowLaw) and (found := target.surplus(draft, weight)) is not None:
+    if isinstance(target, RowDistribution) and (found := target.surplus(draft, weight)) is not None:
         return found
     return _host_surplus(on_host(target), on_host(draft), weight)
 
 
-def _host_surplus(target: Distribution, draft: Distribution, weight: float) -> Float64Array:
+def _host_surplus(target: HostDistribution, draft: HostDistribution, weight: float) -> Float64Array:
     masses = target.probs * weight
     if draft.token_ids is not None and target.token_ids is None:
         inside = draft.token_ids < len(masses)
@@ -128,7 +135,7 @@ def _host_surplus(target: Distribution, draft: Distribution, weight: float) -> F
     return masses
 
 
-def normalised(target: Law, masses: Float64Array | FoundMasses) -> Drawable:
+def normalised(target: Distribution, masses: Float64Array | FoundMasses) -> Drawable:
     """The distribution proportional to ``masses``, in the target's form (dense or sparse).
 
     Without any mass it is the target's own: that needs q = p, where nothing can be rejected, so it only happens when q
@@ -140,10 +147,10 @@ def normalised(target: Law, masses: Float64Array | FoundMasses) -> Drawable:
     if isinstance(masses, FoundMasses):
         return masses
     masses /= total
-    return Distribution(on_host(target).token_ids, masses)
+    return HostDistribution(on_host(target).token_ids, masses)
 
 
-def _probabilities(distribution: Distribution, ids: Int64Array) -> Float64Array:
+def _probabilities(distribution: HostDistribution, ids: Int64Array) -> Float64Array:
     """Probabilities of ascending ``ids``; 0 for ids that the distribution does not hold."""
     token_ids, probs = distribution
     if token_ids is not None and min(len(ids), len(token_ids)) <= _FEW:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.sampling.accept import Verdict, accept_sampled, draft_probability, normalised, surplus
-from specexport_runtime.sampling.distribution import Law, sample_token
+from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sampling.rng import Draws
 
 
@@ -19,7 +19,7 @@ class Chances(NamedTuple):
     It is 0 in front of a token that was not drawn and is what the target goes on with: the text does not end there.
     """
 
-    targets: list[Law]  # that were looked at
+    targets: list[Distribution]  # that were looked at
     found: list[float]
 
 
@@ -27,10 +27,10 @@ def accept_block(
     drafted: Sequence[
         int
     ],  # K tokens; K may depend on the tokens that are kept in it, and on nothing that was left out
-    draft_distributions: Sequence[Law | None] | None,
+    draft_distributions: Sequence[Distribution | None] | None,
     # As for ``accept_sampled``, but called behind tokens that are not kept in the end too; never behind one that the
     # target cannot give.
-    target_distribution: Callable[[int], Law],
+    target_distribution: Callable[[int], Distribution],
     # The uniforms of new position j. Tokens are kept or not by what comes behind them too, so that no later round may
     # look at any of these again (``RoundDraws``).
     draws: Callable[[int], Draws],
@@ -66,19 +66,19 @@ def accept_block(
 
 def find_chances(
     drafted: Sequence[int],
-    draft_distributions: Sequence[Law | None],
-    target_distribution: Callable[[int], Law],
+    draft_distributions: Sequence[Distribution | None],
+    target_distribution: Callable[[int], Distribution],
     draws: Callable[[int], Draws],
 ) -> Chances:
     """See :class:`Chances`; arguments and errors as of :func:`accept_block`.
 
-    A draft ends where only a draft comes to, and there is no law: it is an error if the text ends there.
+    A draft ends where only a draft comes to, and there is no distribution: it is an error if the text ends there.
     """
     probabilities = [
         1.0 if draft is None else draft_probability(draft, token, j)
         for j, (token, draft) in enumerate(zip(drafted, draft_distributions, strict=True))
     ]
-    targets: list[Law] = []
+    targets: list[Distribution] = []
     chances = [1.0]
     for j, token in enumerate(drafted):
         try:

@@ -13,7 +13,7 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.device_rows import DeviceRow
 from specexport_runtime.executors.row_cuts import RowCuts, cut_surplus
 from specexport_runtime.executors.row_kernels import RowRule, SurplusAsk, whole_row
-from specexport_runtime.sampling.distribution import Distribution, Law
+from specexport_runtime.sampling.distribution import Distribution, HostDistribution
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sampling.truncation import cut_softmax, truncated_softmax
 
@@ -36,13 +36,13 @@ def row_rule(params: SamplingParams, width: int) -> RowRule:
     return RowRule(params.temperature, width, least, top_k, top_p, int(has_cut), params.top_p)
 
 
-def row_law(row: DeviceRow, params: SamplingParams) -> Law:
+def row_distribution(row: DeviceRow, params: SamplingParams) -> Distribution:
     """The distribution of a row that was asked by ``Sampler.ask`` with ``params``; errors as ``truncated_softmax``."""
     if row.found.is_whole:
         if not row.ask.rule.cuts:
-            return DeviceLaw(row, params)
+            return DeviceDistribution(row, params)
         if row.cuts is not None and row.cuts.numbers[row.cut_at][0]:
-            return CutLaw(row, row.cuts)
+            return TruncatedDistribution(row, row.cuts)
         candidates = row.candidates()
         if candidates is not None:
             ids, values = candidates
@@ -50,12 +50,12 @@ def row_law(row: DeviceRow, params: SamplingParams) -> Law:
     return _on_host(row, params)
 
 
-def _on_host(row: DeviceRow, params: SamplingParams) -> Distribution:
+def _on_host(row: DeviceRow, params: SamplingParams) -> HostDistribution:
     return truncated_softmax(row.fetch(), params)
 
 
-class RowLaw(ABC):
-    """The law of a row that was asked for a draw and for a token's probability."""
+class RowDistribution(ABC):
+    """The distribution of a row that was asked for a draw and for a token's probability."""
 
     __slots__ = ("drawn", "drawn_probability", "row", "token_probability", "top")
 
@@ -78,15 +78,15 @@ class RowLaw(ABC):
         return self.drawn if u == self.row.ask.uniform else self.on_host().draw(u)
 
     @abstractmethod
-    def on_host(self) -> Distribution:
+    def on_host(self) -> HostDistribution:
         """The same distribution as numbers."""
 
     @abstractmethod
-    def surplus(self, draft: Law, weight: float) -> "FoundMasses | None":
+    def surplus(self, draft: Distribution, weight: float) -> "FoundMasses | None":
         """See ``accept.surplus``; None of a ``draft`` of another kind."""
 
 
-class CutLaw(RowLaw):
+class TruncatedDistribution(RowDistribution):
     """What a cut left of a row."""
 
     __slots__ = ("_cuts",)
@@ -96,13 +96,13 @@ class CutLaw(RowLaw):
         _, self.top, drawn, self.drawn_probability, self.token_probability = cuts.numbers[row.cut_at]
         self.drawn = int(drawn)
 
-    def on_host(self) -> Distribution:
+    def on_host(self) -> HostDistribution:
         """See the base class."""
-        return Distribution(*self._cuts.kept(self.row.cut_at))
+        return HostDistribution(*self._cuts.kept(self.row.cut_at))
 
-    def surplus(self, draft: Law, weight: float) -> "FoundMasses | None":
+    def surplus(self, draft: Distribution, weight: float) -> "FoundMasses | None":
         """See the base class."""
-        if not isinstance(draft, CutLaw):
+        if not isinstance(draft, TruncatedDistribution):
             return None
         uniform = self.row.ask.uniform
         return FoundMasses(*cut_surplus(self._memory, draft._memory, weight, uniform), uniform)
@@ -112,7 +112,7 @@ class CutLaw(RowLaw):
         return self._cuts.memory(self.row.cut_at)
 
 
-class DeviceLaw(RowLaw):
+class DeviceDistribution(RowDistribution):
     """The softmax of a row at a temperature, which lies on the device; ``params`` are those that it was asked with."""
 
     __slots__ = ("_params", "masses")
@@ -123,7 +123,7 @@ class DeviceLaw(RowLaw):
         self.top, self.drawn = 1.0 / total, int(drawn)
         self.masses: dict[Surplus, FoundMasses] = {}  # that were asked for ahead
 
-    def surplus(self, draft: Law, weight: float) -> "FoundMasses | None":
+    def surplus(self, draft: Distribution, weight: float) -> "FoundMasses | None":
         """See the base class."""
         if (asked := self.ask(draft, weight)) is None:
             return None
@@ -131,22 +131,22 @@ class DeviceLaw(RowLaw):
             find_masses([asked])
         return self.masses[asked]
 
-    def ask(self, draft: Law | None, weight: float) -> "Surplus | None":
+    def ask(self, draft: Distribution | None, weight: float) -> "Surplus | None":
         """What :meth:`surplus` looks for; None of a ``draft`` that does not lie in the same memory."""
-        if isinstance(draft, DeviceLaw) and draft.row.lies_with(self.row):
+        if isinstance(draft, DeviceDistribution) and draft.row.lies_with(self.row):
             return Surplus(self, draft, weight)
         return None
 
-    def on_host(self) -> Distribution:
+    def on_host(self) -> HostDistribution:
         """See the base class; fetches the row."""
         return _on_host(self.row, self._params)
 
 
 class Surplus(NamedTuple):
-    """The masses max(0, w q - p) of laws on the device, see ``accept.surplus``."""
+    """The masses max(0, w q - p) of distributions on the device, see ``accept.surplus``."""
 
-    target: DeviceLaw
-    draft: DeviceLaw
+    target: DeviceDistribution
+    draft: DeviceDistribution
     weight: float
 
     def ask(self) -> SurplusAsk:
@@ -155,7 +155,7 @@ class Surplus(NamedTuple):
 
 
 def find_masses(asked: Sequence[Surplus]) -> None:
-    """Find what ``DeviceLaw.surplus`` will be asked for, of targets of one step, with one wait."""
+    """Find what ``DeviceDistribution.surplus`` will be asked for, of targets of one step, with one wait."""
     if asked:
         found = asked[0].target.row.surpluses([surplus.ask() for surplus in asked])
         for surplus, (total, drawn) in zip(asked, found, strict=True):
@@ -183,9 +183,9 @@ class FlatRows:
         return self._coming > 0
 
 
-def on_host(law: Law) -> Distribution:
-    """A law as numbers on the host; one of a device fetches its row."""
-    return law if isinstance(law, Distribution) else cast("RowLaw", law).on_host()
+def on_host(given: Distribution) -> HostDistribution:
+    """A distribution as numbers on the host; one of a device fetches its row."""
+    return given if isinstance(given, HostDistribution) else cast("RowDistribution", given).on_host()
 
 
 class FoundMasses:

@@ -21,7 +21,7 @@ class Drawable(Protocol):
         ...
 
 
-class Law(Drawable, Protocol):
+class Distribution(Drawable, Protocol):
     """A distribution over token ids, wherever it lies."""
 
     @property
@@ -34,7 +34,7 @@ class Law(Drawable, Protocol):
         ...
 
 
-class Distribution(NamedTuple):
+class HostDistribution(NamedTuple):
     """A distribution over token ids: exactly the one that is drawn from and tested against."""
 
     token_ids: Int64Array | None  # [n], ascending ids of the support; None: dense, the id is the index
@@ -60,9 +60,9 @@ class Distribution(NamedTuple):
         return index if self.token_ids is None else int(self.token_ids[index])
 
 
-def one_hot(token: int) -> Distribution:
+def one_hot(token: int) -> HostDistribution:
     """The distribution that always gives ``token``."""
-    return Distribution(np.array([token], dtype=np.int64), np.ones(1))
+    return HostDistribution(np.array([token], dtype=np.int64), np.ones(1))
 
 
 def sample_token(drawn_from: Drawable, u: float) -> int:

@@ -10,13 +10,13 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.device_rows import DeviceRow
 from specexport_runtime.executors.host_rows import HostRows, open_host_rows
 from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, RowRule, whole_row
-from specexport_runtime.sampling.device import FlatRows, on_host, row_law, row_rule
+from specexport_runtime.sampling.device import FlatRows, on_host, row_distribution, row_rule
 from specexport_runtime.sampling.distribution import (
     Distribution,
     Float32Array,
     Float64Array,
+    HostDistribution,
     Int64Array,
-    Law,
     one_hot,
     sample_token,
 )
@@ -25,7 +25,7 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import Draws, RandomStream
 from specexport_runtime.sampling.truncation import check_peak, truncated_softmax
 
-__all__ = ["Distribution", "Draws", "RandomStream", "Sampler", "SamplingParams", "sample_token"]
+__all__ = ["Draws", "HostDistribution", "RandomStream", "Sampler", "SamplingParams", "sample_token"]
 
 
 class Sampler:
@@ -90,16 +90,16 @@ class Sampler:
             return whole_row(width) if rule.cuts and self._flat.comes() else RowAsk(rule, uniform, token)
         return RowAsk(rule, uniform, token, slot)
 
-    def law(self, row: DeviceRow, drafted: Sequence[int] = ()) -> Law:
+    def row_distribution(self, row: DeviceRow, drafted: Sequence[int] = ()) -> Distribution:
         """As :meth:`distribution`, of a row that stays on a device and was asked by :meth:`ask`."""
         rule = row.ask.rule
         if rule.temperature:
             if rule.cuts:
                 self._flat.note(row)
-            return row_law(row, self.params)
+            return row_distribution(row, self.params)
         return self.distribution(row.fetch(), drafted)
 
-    def distribution(self, logits: Float32Array, drafted: Sequence[int] = ()) -> Distribution:
+    def distribution(self, logits: Float32Array, drafted: Sequence[int] = ()) -> HostDistribution:
         """The distribution of the token behind ``drafted``, from raw logits [V']; ids from V' on are left out.
 
         CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
@@ -112,9 +112,9 @@ class Sampler:
             return self._softmax(processed)
         ids = _ids_of(allowed, processed)
         inside = truncated_softmax(processed[ids], self.params)
-        return Distribution(ids if inside.token_ids is None else ids[inside.token_ids], inside.probs)
+        return HostDistribution(ids if inside.token_ids is None else ids[inside.token_ids], inside.probs)
 
-    def _softmax(self, row: Float32Array) -> Distribution:
+    def _softmax(self, row: Float32Array) -> HostDistribution:
         """``truncated_softmax``, by the library of operators where that leaves few tokens."""
         width = len(row)
         if width not in self._near:
@@ -126,7 +126,7 @@ class Sampler:
             return truncated_softmax(row, self.params)
         (found,) = near[0].take([near[1]], row[None])
         self._near_flat.note(found)
-        return on_host(row_law(found, self.params))
+        return on_host(row_distribution(found, self.params))
 
     def greedy_token(self, logits: Float32Array, drafted: Sequence[int] = ()) -> int:
         """The most likely token after bias and penalties, the lowest id on a tie. Arguments as ``distribution``."""

@@ -6,10 +6,11 @@
 - Of children that were not drawn one draw decides, from what those that were have left of the target: it is one of
   them, or what the text goes on with.
 
-Either leaves the text the target's law, if the tree has grown as follows. Siblings are drawn in order from the law that
-they name, each without its elder siblings (:func:`without`); one that is not drawn (law None) may depend on the text in
-front of it and on its elder siblings. Whether a node gets one more child may depend on what was drawn elsewhere, but
-never on that child: a token that was drawn stays. The numbers of a tree serve one round (``RoundDraws``).
+Either leaves the text the target's distribution, if the tree has grown as follows. Siblings are drawn in order from the
+distribution that they name, each without its elder siblings (:func:`without`); one that is not drawn (distribution
+None) may depend on the text in front of it and on its elder siblings. Whether a node gets one more child may depend on
+what was drawn elsewhere, but never on that child: a token that was drawn stays. The numbers of a tree serve one round
+(``RoundDraws``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.sampling.accept import Verdict, draft_probability, normalised, surplus
 from specexport_runtime.sampling.device import on_host
-from specexport_runtime.sampling.distribution import Distribution, Law, sample_token
+from specexport_runtime.sampling.distribution import Distribution, HostDistribution, sample_token
 from specexport_runtime.sampling.rng import RoundDraws
 
 
@@ -39,17 +40,18 @@ def accept_tree_greedy(nodes: Sequence[int], parents: Sequence[int], greedy: Cal
 def accept_tree(
     nodes: Sequence[int],  # tokens: the chain's, then those of branches, each behind its parent; siblings differ
     parents: Sequence[int],  # place of the node before each; -1 behind the text
-    draft_laws: Sequence[Law | None] | None,  # what siblings were drawn from; None, for all or one: not drawn
-    target_law: Callable[[int], Law],  # behind a node, -1: the text; called at most once for each, parents first
+    draft_distributions: Sequence[Distribution | None] | None,  # of siblings; None, for all or one: not drawn
+    # Behind a node, -1: the text; called at most once for each, parents first.
+    target_distribution: Callable[[int], Distribution],
     draws: RoundDraws,
 ) -> Verdict:
     """Test siblings one by one and descend to the first that passes; where none does, what they left is drawn."""
-    tree = _DrawnTree(nodes, parents, draft_laws, draws)
+    tree = _DrawnTree(nodes, parents, draft_distributions, draws)
     place = -1
     while True:
-        child, law = _first_passing(tree, place, on_host(target_law(place)))
+        child, distribution = _first_passing(tree, place, on_host(target_distribution(place)))
         if child is None:
-            token = tree.draw(place, law)
+            token = tree.draw(place, distribution)
             child = tree.child(place, token)
             if child is None:
                 return tree.verdict(place, token)
@@ -59,8 +61,8 @@ def accept_tree(
 def accept_tree_block(
     nodes: Sequence[int],
     parents: Sequence[int],
-    draft_laws: Sequence[Law | None] | None,
-    target_law: Callable[[int], Law],  # as for ``accept_tree``; called behind nodes that are not kept too
+    draft_distributions: Sequence[Distribution | None] | None,
+    target_distribution: Callable[[int], Distribution],  # as for ``accept_tree``; behind nodes that are not kept too
     draws: RoundDraws,
 ) -> Verdict:
     """Test leaves first, and a node where nothing behind it passed: never fewer tokens in the mean than one by one.
@@ -70,18 +72,18 @@ def accept_tree_block(
     m over m + 1 - r. Of children that were not drawn the one that is then drawn from q, if any, has r as it is. Where
     nothing was drawn the rule is ``accept_tree``. CheckFailedError: as there.
     """
-    tree = _DrawnTree(nodes, parents, draft_laws, draws)
+    tree = _DrawnTree(nodes, parents, draft_distributions, draws)
     # The text itself always passes.
-    return tree.verdict(*cast("tuple[int, int]", _last_passing(tree, -1, 1.0, target_law)))
+    return tree.verdict(*cast("tuple[int, int]", _last_passing(tree, -1, 1.0, target_distribution)))
 
 
 TREE_RULES = {"block": accept_tree_block, "token": accept_tree}
 """How sampled trees are accepted, by the names of ``sampling.block.RULES``."""
 
 
-def without(law: Law, tokens: Sequence[int]) -> Distribution:
-    """The next sibling's law: without its elders, by probability; CheckFailedError if they have all its mass."""
-    ids, probs = on_host(law)
+def without(distribution: Distribution, tokens: Sequence[int]) -> HostDistribution:
+    """The next sibling's distribution: without its elders; CheckFailedError if they have all its mass."""
+    ids, probs = on_host(distribution)
     rest = probs.copy()
     if ids is None:
         rest[[token for token in tokens if token < len(rest)]] = 0.0
@@ -93,7 +95,7 @@ def without(law: Law, tokens: Sequence[int]) -> Distribution:
             f"A draft has {len(tokens) + 1} tokens in one place, and its distribution fewer.",
             hint="the drafter must draw no more siblings than tokens are possible.",
         )
-    return Distribution(ids, rest / total)
+    return HostDistribution(ids, rest / total)
 
 
 class _Tree:
@@ -125,25 +127,29 @@ class _DrawnTree(_Tree):
     """A tree with what it was drawn from, and the numbers that it is tested with."""
 
     def __init__(
-        self, nodes: Sequence[int], parents: Sequence[int], laws: Sequence[Law | None] | None, draws: RoundDraws
+        self,
+        nodes: Sequence[int],
+        parents: Sequence[int],
+        distributions: Sequence[Distribution | None] | None,
+        draws: RoundDraws,
     ) -> None:
         super().__init__(nodes, parents)
-        self._laws, self._draws = laws, draws
+        self._distributions, self._draws = distributions, draws
 
-    def law(self, place: int) -> Law | None:
-        return None if self._laws is None else self._laws[place]
+    def distribution(self, place: int) -> Distribution | None:
+        return None if self._distributions is None else self._distributions[place]
 
     def is_drawn(self, place: int) -> bool:
         """Whether all of a node's children were drawn."""
-        return all(self.law(child) is not None for child in self.children.get(place, ()))
+        return all(self.distribution(child) is not None for child in self.children.get(place, ()))
 
-    def drawn(self, place: int) -> Iterator[tuple[int, Law]]:
+    def drawn(self, place: int) -> Iterator[tuple[int, Distribution]]:
         """A node's children that were drawn, and what each was drawn from in its turn."""
         elder: list[int] = []
         for child in self.children.get(place, ()):
-            law = self.law(child)
-            if law is not None:
-                yield child, without(law, elder) if elder else law
+            distribution = self.distribution(child)
+            if distribution is not None:
+                yield child, without(distribution, elder) if elder else distribution
             elder.append(self.nodes[child])
 
     def uniform(self, place: int) -> float:
@@ -151,43 +157,43 @@ class _DrawnTree(_Tree):
         in_chain = self.depths[place] == place + 1
         return (self._draws(place) if in_chain else self._draws.branch(place)).accept
 
-    def draw(self, place: int, law: Law) -> int:
+    def draw(self, place: int, distribution: Distribution) -> int:
         """What comes behind a node if the text ends its path there."""
-        return sample_token(law, self._draws(self.depths[place]).resample)
+        return sample_token(distribution, self._draws(self.depths[place]).resample)
 
 
-def _first_passing(tree: _DrawnTree, place: int, law: Distribution) -> tuple[int | None, Distribution]:
-    """The first child that was drawn and passes; else None, and what the target's law is when all were refused."""
+def _first_passing(tree: _DrawnTree, place: int, distribution: HostDistribution) -> tuple[int | None, HostDistribution]:
+    """The first child that was drawn and passes; else None, and the target's distribution when all were refused."""
     for child, draft in tree.drawn(place):
         token = tree.nodes[child]
-        if tree.uniform(child) * draft_probability(draft, token, child) < law.probability(token):
-            return child, law
-        law = _left(law, draft, 1.0)[0]
-    return None, law
+        if tree.uniform(child) * draft_probability(draft, token, child) < distribution.probability(token):
+            return child, distribution
+        distribution = _left(distribution, draft, 1.0)[0]
+    return None, distribution
 
 
 def _last_passing(
-    tree: _DrawnTree, place: int, chance: float, target_law: Callable[[int], Law]
+    tree: _DrawnTree, place: int, chance: float, target_distribution: Callable[[int], Distribution]
 ) -> tuple[int, int] | None:
     """The last node that passes on the first path that has one, of a node with a ``chance`` and all behind it.
 
-    Behind it comes the token. A path ends where only a draft comes to, and there is no law.
+    Behind it comes the token. A path ends where only a draft comes to, and there is no distribution.
     """
     if not _may_pass(tree, place, chance):
         return None
     try:
-        law = on_host(target_law(place))
+        distribution = on_host(target_distribution(place))
     except (CheckFailedError, InvalidRequestError):
         if place >= 0 and not tree.uniform(place) < chance:
             return None
         raise
     for child, draft in tree.drawn(place):
         token = tree.nodes[child]
-        passed_on = min(1.0, chance * law.probability(token) / draft_probability(draft, token, child))
-        found = _last_passing(tree, child, passed_on, target_law) if passed_on > 0.0 else None
+        passed_on = min(1.0, chance * distribution.probability(token) / draft_probability(draft, token, child))
+        found = _last_passing(tree, child, passed_on, target_distribution) if passed_on > 0.0 else None
         if found is not None:
             return found
-        law, mass = _left(law, draft, chance)
+        distribution, mass = _left(distribution, draft, chance)
         if chance < 1.0:
             chance = mass / (mass + 1.0 - chance)
             if not chance > 0.0:
@@ -195,28 +201,28 @@ def _last_passing(
     passes = place < 0 or tree.uniform(place) < chance
     if not passes and tree.is_drawn(place):
         return None
-    token = tree.draw(place, law)
+    token = tree.draw(place, distribution)
     following = tree.child(place, token)
     if following is not None:
-        return _last_passing(tree, following, chance, target_law)
+        return _last_passing(tree, following, chance, target_distribution)
     return (place, token) if passes else None
 
 
-def _left(law: Distribution, draft: Law, weight: float) -> tuple[Distribution, float]:
-    """What a refused token leaves of the target's law, and the mass of that."""
-    masses = surplus(law, draft, weight)
+def _left(distribution: HostDistribution, draft: Distribution, weight: float) -> tuple[HostDistribution, float]:
+    """What a refused token leaves of the target's distribution, and the mass of that."""
+    masses = surplus(distribution, draft, weight)
     mass = float(masses.sum())
-    return on_host(cast("Law", normalised(law, masses))), mass
+    return on_host(cast("Distribution", normalised(distribution, masses))), mass
 
 
 def _may_pass(tree: _DrawnTree, place: int, chance: float) -> bool:
-    """Whether a node passes, or one behind it, if the target is sure of all that follows; else no law matters there."""
+    """Whether a node passes, or one behind it, if the target is sure of all that follows; else it matters nowhere."""
     if place < 0 or tree.uniform(place) < chance:
         return True
     for child in tree.children.get(place, ()):
         # Without its elder siblings it is as probable, or more.
-        law = tree.law(child)
-        probability = 1.0 if law is None else draft_probability(law, tree.nodes[child], child)
+        distribution = tree.distribution(child)
+        probability = 1.0 if distribution is None else draft_probability(distribution, tree.nodes[child], child)
         if _may_pass(tree, child, min(1.0, chance / probability)):
             return True
     return False

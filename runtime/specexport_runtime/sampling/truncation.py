@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
-from specexport_runtime.sampling.distribution import Distribution, Float32Array, Float64Array, Int64Array
+from specexport_runtime.sampling.distribution import Float32Array, Float64Array, HostDistribution, Int64Array
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 
 _BLOCK = 512  # entries per block maximum in top-k
@@ -35,7 +35,7 @@ def check_peak(peak: float, logits: Float32Array) -> None:
     )
 
 
-def truncated_softmax(logits: Float32Array, params: SamplingParams) -> Distribution:
+def truncated_softmax(logits: Float32Array, params: SamplingParams) -> HostDistribution:
     """Softmax at a temperature above 0, then cuts, top-k, top-p in turn; sparse if anything was cut."""
     peak = float(logits.max())
     check_peak(peak, logits)
@@ -49,7 +49,7 @@ def cut_softmax(
     peak: float,  # the largest logit
     ids: Int64Array | None = None,  # ascending, of ``values``; None: an id is the index
     total: float | None = None,  # the mass of the whole row, exp((x - peak) / T), if only top-p cuts; None: ``values``'
-) -> Distribution:
+) -> HostDistribution:
     """As :func:`truncated_softmax`, from logits that hold all that the cuts keep."""
     for name, cut in CUTS.items():
         number = getattr(params, name)
@@ -66,7 +66,7 @@ def cut_softmax(
         kept, probs = reach(values, params, peak, total)
         ids = kept if ids is None else ids[kept]
     probs *= 1.0 / probs.sum()
-    return Distribution(ids, probs)
+    return HostDistribution(ids, probs)
 
 
 def _cut_few(

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sampling.distribution import Distribution, one_hot
+from specexport_runtime.sampling.distribution import HostDistribution, one_hot
 from specexport_runtime.sampling.rng import Draws
 from tests.support.references.exact import joint
 
@@ -77,26 +77,26 @@ def integrate(monkeypatch, *modules):
 
 
 class Models:
-    """A target and a draft (``other``, ``same``, ``disjoint``) of three tokens; laws depend on all tokens so far."""
+    """A target and a draft (``other``, ``same``, ``disjoint``) of three tokens, which depend on all tokens so far."""
 
     VOCAB = 3
 
     def __init__(self, seed, kind="other", *, sparse=False):
         self.kind, self.sparse = kind, sparse
-        self.target = cache(lambda text: self._law(seed, 0, text))
-        self.draft = cache(lambda text: self._law(seed, 0 if kind == "same" else 1, text))
+        self.target = cache(lambda text: self._distribution(seed, 0, text))
+        self.draft = cache(lambda text: self._distribution(seed, 0 if kind == "same" else 1, text))
 
-    def _law(self, seed, model, text):
+    def _distribution(self, seed, model, text):
         probs = np.random.default_rng([seed, model, len(text), *text]).dirichlet(np.full(self.VOCAB, 0.7))
         if self.kind == "disjoint":
             probs[2 * model] = 0.0
             probs /= probs.sum()
         ids = np.flatnonzero(probs)
-        return Distribution(ids, probs[ids]) if self.sparse else Distribution(None, probs)
+        return HostDistribution(ids, probs[ids]) if self.sparse else HostDistribution(None, probs)
 
 
 def error(rounds, target, length, vocab=3):
-    """Largest difference of the law of a text that begins with a round of these tokens and chances, and goes on."""
+    """Largest difference of the distribution of a text that begins with a round of these tokens and chances."""
     found, expected = Counter(), joint(target, length, vocab)
     for tokens, weight in rounds.items():
         begun = prod(target(tokens[:j]).probability(token) for j, token in enumerate(tokens))
@@ -109,7 +109,7 @@ def error(rounds, target, length, vocab=3):
     return max(abs(found[text] - expected.get(text, 0.0)) for text in {*found, *expected})
 
 
-def law(run):
+def distribution(run):
     found, waiting = Counter(), [()]
     while waiting:
         way = Way(waiting.pop())
@@ -119,25 +119,28 @@ def law(run):
     return found
 
 
-class NoLawError(InvalidRequestError):
+class NoDistributionError(InvalidRequestError):
     def __init__(self, text):
         super().__init__("no token is possible.")
         self.text = text
 
 
-NO_LAW = Models.VOCAB
+NO_DISTRIBUTION = Models.VOCAB
 """Stands for an error in a text."""
 
 
 def with_dead_ends(target):
-    """The target without a law behind token 1; and a law that says so."""
+    """The target without a distribution behind token 1; and a distribution that says so."""
 
-    def law(text):
+    def distribution(text):
         if text[-1:] == (1,):
-            raise NoLawError(text)
+            raise NoDistributionError(text)
         return target(text)
 
-    return law, lambda text: one_hot(NO_LAW) if text[-1:] in ((1,), (NO_LAW,)) else target(text)
+    return (
+        distribution,
+        lambda text: one_hot(NO_DISTRIBUTION) if text[-1:] in ((1,), (NO_DISTRIBUTION,)) else target(text),
+    )
 
 
 class WholeDraws:
@@ -156,8 +159,8 @@ class WholeDraws:
         return Draws(*[Uniform(self._way) for _ in range(3)])
 
 
-def laws_of(proposal):
-    return [*proposal.distributions, *[branch.law for branch in proposal.branches]]
+def distributions_of(proposal):
+    return [*proposal.distributions, *[branch.distribution for branch in proposal.branches]]
 
 
 def path_of(verdict):

@@ -50,15 +50,15 @@ class Toy:
         return joint(lambda done: self.target(done, ()), length)
 
 
-def joint(law, length, vocab=VOCAB):
-    """Probability of every text of ``length`` tokens; ``law`` gives the distribution behind a text."""
-    law, texts = cache(law), {(): 1.0}
+def joint(distribution, length, vocab=VOCAB):
+    """Probability of every text of ``length`` tokens; ``distribution`` gives the distribution behind a text."""
+    distribution, texts = cache(distribution), {(): 1.0}
     for _ in range(length):
         texts = {
             (*done, token): p * q
             for done, p in texts.items()
             for token in range(vocab)
-            if (q := law(done).probability(token)) > 0
+            if (q := distribution(done).probability(token)) > 0
         }
     return texts
 

@@ -17,7 +17,7 @@ def small_model(**options):
 def exact(target, params, prompt, length=LENGTH, grammar=None):
     """Probability of every text of ``length`` tokens under the target alone; ``grammar`` makes one for each text."""
 
-    def law(done):
+    def distribution(done):
         rules = None
         if grammar is not None:
             rules = grammar()
@@ -27,7 +27,7 @@ def exact(target, params, prompt, length=LENGTH, grammar=None):
             sampler.append(done)
         return sampler.distribution(target.logits_after([*prompt, *done]))
 
-    return joint(law, length, target.vocab_size)
+    return joint(distribution, length, target.vocab_size)
 
 
 def make_requests(count, params, *, prompts=PROMPTS, vocab=SMALL, **options):

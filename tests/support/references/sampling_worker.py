@@ -61,13 +61,15 @@ def is_at(masses: np.ndarray, token: int, uniform: float) -> bool:
     return masses[token] > 0 and running[token] - 1e-12 <= uniform <= running[token + 1] + 1e-12
 
 
-def dense(law: Any) -> np.ndarray:
+def dense(distribution: Any) -> np.ndarray:
     full = np.zeros(WIDTH)
-    full[slice(len(law.probs)) if law.token_ids is None else law.token_ids] = law.probs
+    full[slice(len(distribution.probs)) if distribution.token_ids is None else distribution.token_ids] = (
+        distribution.probs
+    )
     return full
 
 
-def laws() -> None:
+def distributions() -> None:
     """Draws, probabilities and errors of single rows, for all cuts."""
     from specexport_runtime.errors import SpecexportError
     from specexport_runtime.sampling.device import on_host
@@ -86,20 +88,20 @@ def laws() -> None:
                 expected = sampler.distribution(rows[i])
             except SpecexportError as error:
                 try:
-                    sampler.law(row)
+                    sampler.row_distribution(row)
                 except SpecexportError as found:
                     assert (type(found), found.message) == (type(error), error.message)  # noqa: PT017
                     continue
                 raise AssertionError(f"{given}, row {i}: no error") from error
-            law, masses = sampler.law(row), dense(expected)
+            distribution, masses = sampler.row_distribution(row), dense(expected)
             where = f"{given}, row {i}"
             if "top_p" in given or "top_k" in given or "min_p" in given:
-                np.testing.assert_allclose(dense(on_host(law)), masses, rtol=1e-12, err_msg=where)
-            drawn = law.draw(uniforms[i])
+                np.testing.assert_allclose(dense(on_host(distribution)), masses, rtol=1e-12, err_msg=where)
+            drawn = distribution.draw(uniforms[i])
             assert is_at(masses, drawn, uniforms[i]), f"{where}: {drawn} for {uniforms[i]}"
             for token in (tokens[i], drawn):
-                np.testing.assert_allclose(law.probability(token), masses[token], rtol=1e-12, err_msg=where)
-            np.testing.assert_allclose(law.top, masses.max(), rtol=1e-12, err_msg=where)
+                np.testing.assert_allclose(distribution.probability(token), masses[token], rtol=1e-12, err_msg=where)
+            np.testing.assert_allclose(distribution.top, masses.max(), rtol=1e-12, err_msg=where)
         if number < 3:  # nothing of these is fetched but broken rows
             assert device.sampler.counts.fetches == 3 * (number + 1)
 
@@ -120,15 +122,15 @@ def residuals() -> None:
         draft.step(rows, [sampler.ask(0.5, WIDTH)] * len(rows))
         asked = target.step(rows, [sampler.ask(u, WIDTH) for u in uniforms])
         for i in range(len(rows)):
-            q, p = sampler.law(asked[i]), sampler.law(kept[i])
+            q, p = sampler.row_distribution(asked[i]), sampler.row_distribution(kept[i])
             expected = surplus(sampler.distribution(rows[i]), sampler.distribution(others[i][: USED - 6]), weight)
             found = surplus(q, p, weight)
             np.testing.assert_allclose(found.sum(), expected.sum(), rtol=1e-9, atol=1e-15)
             if expected.sum() > 1e-9:
                 assert is_at(expected, normalised(q, found).draw(uniforms[i]), uniforms[i]), (temperature, i)
         # One of them is on the host.
-        mixed = surplus(sampler.law(asked[2]), sampler.distribution(others[2][: USED - 6]), weight)
-        same = surplus(sampler.distribution(rows[2]), sampler.law(kept[2]), weight)
+        mixed = surplus(sampler.row_distribution(asked[2]), sampler.distribution(others[2][: USED - 6]), weight)
+        same = surplus(sampler.distribution(rows[2]), sampler.row_distribution(kept[2]), weight)
         np.testing.assert_allclose(mixed, same, rtol=1e-12)
 
 
