@@ -89,7 +89,7 @@ def measure(distribution: dict[str, Any], batch: int, repeats: int) -> float:
     target, draft = (RowSampler(IdleDriver(), VOCAB, batch) for _ in range(2))  # type: ignore[arg-type]
     draft.reserve(batch, LOOKAHEAD)
     target.reserve(batch * (LOOKAHEAD + 1), 0)
-    target.surpluses = lambda asks: [(0.5, 7)] * len(asks)  # type: ignore[method-assign]
+    target.residuals = lambda asks: [(0.5, 7)] * len(asks)  # type: ignore[method-assign]
     q = make_rows(rng, LOOKAHEAD + 1)
     p = q + rng.normal(0, 0.4, q.shape).astype(np.float32)
     streams = [RoundDraws(RandomStream(i)) for i in range(batch)]

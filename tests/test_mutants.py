@@ -31,7 +31,7 @@ class Mutant(NamedTuple):
 MUTANTS = {
     "accept: a refusal is answered from the target, not from the residual": Mutant(
         "sampling/accept.py", "accept sampling_exact",
-        'rest = normalised(target, surplus(target, cast("Sequence[Distribution]", draft_distributions)[j]))',
+        'rest = normalised(target, residual(target, cast("Sequence[Distribution]", draft_distributions)[j]))',
         "rest = target",
     ),
     "accept: a copy is accepted by another number than plain decoding's": Mutant(

@@ -94,23 +94,23 @@ def _embedding(node: ir.Node, emit: Emitter) -> ir.Value:
 def _experts(node: ir.Node, emit: Emitter) -> ir.Value:
     """All experts of all tokens, weighted by 0 where a token has not chosen one."""
     x, ids, shares, *_ = node.inputs
-    told: dict[str, Any] = {name: attribute.value for name, attribute in node.attributes.items()}
+    attrs: dict[str, Any] = {name: attribute.value for name, attribute in node.attributes.items()}
     both = _of_each(node, emit, "gate_up", x)
-    if told["interleaved"] == EACH:
+    if attrs["interleaved"] == EACH:
         gate, up = both, both
-    elif told["interleaved"]:
+    elif attrs["interleaved"]:
         last, two = emit.const([-1]), emit.const([2])
-        ends = emit.const([2 * told["I"]])
+        ends = emit.const([2 * attrs["I"]])
         gate, up = (emit.op("Slice", both, emit.const([at]), ends, last, two) for at in (0, 1))
     else:
         gate, up = emit.node("Split", [both], {"axis": -1, "num_outputs": 2}, outputs=2).outputs
-    if told["limit"] > 0:
-        low, high = (emit.const(sign * told["limit"], "float32") for sign in (-1, 1))
+    if attrs["limit"] > 0:
+        low, high = (emit.const(sign * attrs["limit"], "float32") for sign in (-1, 1))
         gate, up = emit.op("Min", gate, high), emit.op("Clip", up, low, high)
-    sigmoid = emit.op("Sigmoid", emit.op("Mul", gate, emit.const(told["alpha"], "float32")))
-    gated = emit.op("Mul", emit.op("Mul", gate, sigmoid), emit.op("Add", up, emit.const(told["beta"], "float32")))
+    sigmoid = emit.op("Sigmoid", emit.op("Mul", gate, emit.const(attrs["alpha"], "float32")))
+    gated = emit.op("Mul", emit.op("Mul", gate, sigmoid), emit.op("Add", up, emit.const(attrs["beta"], "float32")))
     given = _of_each(node, emit, "down", gated)  # [E, T, H]
-    chosen = emit.op("OneHot", ids, emit.const(told["E"]), emit.const([0.0, 1.0], "float32"), dtype=ir.DataType.FLOAT)
+    chosen = emit.op("OneHot", ids, emit.const(attrs["E"]), emit.const([0.0, 1.0], "float32"), dtype=ir.DataType.FLOAT)
     weighted = emit.op("Mul", chosen, emit.op("Unsqueeze", shares, emit.const([2])))
     of_tokens = emit.op("Transpose", emit.op("ReduceSum", weighted, emit.const([1]), keepdims=0), perm=[1, 0])
     parts = emit.op("Mul", given, emit.op("Unsqueeze", of_tokens, emit.const([2])))
@@ -121,11 +121,11 @@ def _of_each(node: ir.Node, emit: Emitter, name: str, source: "ir.Value | None")
     """The products of each expert's matrix, [E, T, N]."""
     at = {"gate_up": 3, "down": 5}[name]
     bias = node.inputs[at + 1] if len(node.inputs) > at + 1 else None
-    told = {key: node.attributes[key].as_int() for key in ("E", "H", "I", "interleaved")}
-    outputs = told["I"] if told["interleaved"] == EACH else 2 * told["I"]
-    shape = (outputs, told["H"]) if name == "gate_up" else (told["H"], told["I"])
+    attrs = {key: node.attributes[key].as_int() for key in ("E", "H", "I", "interleaved")}
+    outputs = attrs["I"] if attrs["interleaved"] == EACH else 2 * attrs["I"]
+    shape = (outputs, attrs["H"]) if name == "gate_up" else (attrs["H"], attrs["I"])
     kind = node.attributes[f"{name}_format"].as_string()
-    product = emit.op("MatMul", source, _floats(node.inputs[at], kind, shape, emit, turned=False, times=told["E"]))
+    product = emit.op("MatMul", source, _floats(node.inputs[at], kind, shape, emit, turned=False, times=attrs["E"]))
     return product if bias is None else emit.op("Add", product, emit.op("Unsqueeze", bias, emit.const([1])))
 
 
@@ -159,17 +159,17 @@ class _Attention:
 
     def __init__(self, node: ir.Node, feeds: Feeds, emit: Emitter) -> None:
         self.given = dict(zip(INPUTS, node.inputs, strict=False))
-        self.told: dict[str, Any] = {name: attribute.value for name, attribute in node.attributes.items()}
+        self.attrs: dict[str, Any] = {name: attribute.value for name, attribute in node.attributes.items()}
         self.feeds, self.emit = feeds, emit
-        self.heads, self.kv_heads = self.told["num_heads"], self.told["kv_num_heads"]
+        self.heads, self.kv_heads = self.attrs["num_heads"], self.attrs["kv_num_heads"]
         self.dims = [feeds[str(self._value(f"{part}_cache").name)].shape[-1] for part in "kv"]
-        self.appends = bool(self.told["packed"]) or self.given["k"] is not None
+        self.appends = bool(self.attrs["packed"]) or self.given["k"] is not None
 
     def output(self) -> ir.Value:
         """[T, Hq*Dv] of all tokens."""
         sizes = [self.heads * self.dims[0], self.kv_heads * self.dims[0], self.kv_heads * self.dims[1]]
         parts = [self.given[name] for name in "qkv"]
-        if self.told["packed"]:
+        if self.attrs["packed"]:
             flat = self.emit.reshape(self._value("q"), [-1, sum(sizes)])
             inputs = [flat, self.emit.const(sizes)]
             parts = list(self.emit.node("Split", inputs, {"axis": 1}, outputs=3).outputs)
@@ -195,8 +195,8 @@ class _Attention:
         keys, values = (self._entries(row, name, part) for name, part in zip("kv", parts[1:], strict=True))
         stacked = emit.reshape(q, [self.kv_heads, -1, self.dims[0]])
         scores = emit.op("MatMul", stacked, emit.op("Transpose", keys, perm=[0, 2, 1]))
-        scores = emit.op("Mul", emit.reshape(scores, [self.heads, count, row.end]), self._float(self.told["scale"]))
-        if cap := self.told["softcap"]:
+        scores = emit.op("Mul", emit.reshape(scores, [self.heads, count, row.end]), self._float(self.attrs["scale"]))
+        if cap := self.attrs["softcap"]:
             scores = emit.op("Mul", emit.op("Tanh", emit.op("Div", scores, self._float(cap))), self._float(cap))
         distance = self._distances(row)
         if self.given.get("slopes") is not None:
@@ -218,12 +218,12 @@ class _Attention:
         assert part is not None  # noqa: S101 - the lowering put it there
         own = self._slice(part, [row.start], [row.stop], [0])
         turned = emit.op("Transpose", emit.reshape(own, [row.stop - row.start, heads, dim]), perm=[1, 0, 2])
-        if not rotated or not self.told["rotary"]:
+        if not rotated or not self.attrs["rotary"]:
             return turned
         cos, sin = self._value("cos_table"), self._value("sin_table")
         size = 2 * int(cos.shape[1])  # type: ignore[index,arg-type]
         at = emit.const(np.arange(row.past, row.end)[None])
-        kind: dict[str, Any] = {"interleaved": int(self.told["rotary"] == "interleaved"), "rotary_embedding_dim": size}
+        kind: dict[str, Any] = {"interleaved": int(self.attrs["rotary"] == "interleaved"), "rotary_embedding_dim": size}
         whole = emit.reshape(turned, [1, heads, -1, dim])
         return emit.reshape(emit.op("RotaryEmbedding", whole, cos, sin, at, **kind), [heads, -1, dim])
 
@@ -253,10 +253,10 @@ class _Attention:
 
     def _seen(self, row: _Row, distance: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         seen = np.ones(distance.shape, bool)
-        if self.told["causal"]:
+        if self.attrs["causal"]:
             seen &= distance <= 0
-        if self.told["window"] > 0:
-            seen &= distance > -self.told["window"]
+        if self.attrs["window"] > 0:
+            seen &= distance > -self.attrs["window"]
         if self.given.get("kv_positions") is not None:
             seen &= self.feeds[KV_POSITIONS.name][row.row, 0, : row.end] >= 0
         return seen

@@ -123,10 +123,10 @@ class Trainer:
             for index, state in optimizer.state_dict()["state"].items():
                 for key, value in state.items():
                     tensors[f"{_OPTIMIZER}{number}.{index}.{key}"] = torch.as_tensor(value)
-        told = {name: getattr(self, name) for name in _TOLD}
+        fields = {name: getattr(self, name) for name in _FIELDS}
         whole = {name: value.detach().contiguous() for name, value in tensors.items()}
         folder.mkdir(parents=True, exist_ok=True)
-        meta = {"state": json.dumps(told), "settings": json.dumps(self._made_with())}
+        meta = {"state": json.dumps(fields), "settings": json.dumps(self._made_with())}
         write_tensors(folder / STATE_NAME, whole, meta)
 
     def resume(self, folder: Path) -> bool:
@@ -138,9 +138,9 @@ class Trainer:
             with safe_open(path, framework="pt") as file:
                 meta = file.metadata()
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            before, told = json.loads(meta["settings"]), json.loads(meta["state"])
+            before, fields = json.loads(meta["settings"]), json.loads(meta["state"])
             self._check_settings(path, before)
-            self._take(tensors, {name: told[name] for name in _TOLD})
+            self._take(tensors, {name: fields[name] for name in _FIELDS})
         except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             if isinstance(error, InvalidRequestError):
                 raise
@@ -158,7 +158,7 @@ class Trainer:
                 "give the same settings, or another folder with --work.",
             )
 
-    def _take(self, tensors: dict[str, Tensor], told: dict[str, Any]) -> None:
+    def _take(self, tensors: dict[str, Tensor], fields: dict[str, Any]) -> None:
         """Become what was saved; an error if something is missing or has another shape."""
         states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
         for key, value in tensors.items():
@@ -170,7 +170,7 @@ class Trainer:
                 parameter.copy_(tensors[name])
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        for name, value in told.items():
+        for name, value in fields.items():
             setattr(self, name, value)
 
     def _trained(self) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ class Trainer:
 
 
 STATE_NAME = "state.safetensors"
-_TOLD = ("done", "tokens", "seconds", "curve")
+_FIELDS = ("done", "tokens", "seconds", "curve")
 _OPTIMIZER = "optimizer."
 
 

@@ -30,8 +30,8 @@ def test_no_token_without_mass_is_drawn_at_a_border_of_blocks() -> None:
         for u in borders(source._memory[2]):
             (row,) = source.take([sampler.ask(u, width)], logits)
             assert row.found.drawn % BLOCK, f"seed {seed}: a token without mass at {u!r}"
-        ask = distributions[1].row.surplus_ask(distributions[0].row, 1.0)
-        source.surpluses([ask])
+        ask = distributions[1].row.residual_ask(distributions[0].row, 1.0)
+        source.residuals([ask])
         for u in borders(source._memory[2]):
-            ((_, token),) = source.surpluses([ask._replace(uniform=u)])
+            ((_, token),) = source.residuals([ask._replace(uniform=u)])
             assert token % BLOCK, f"seed {seed}: a token without mass in the residual at {u!r}"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.sampling import accept
-from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled, normalised, surplus
+from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled, normalised, residual
 from specexport_runtime.sampling.distribution import HostDistribution, sample_token
 from specexport_runtime.sampling.rng import Draws
 from tests.support.cases import chance
@@ -21,8 +21,8 @@ def sparse(**probs):
     return HostDistribution(np.array([int(k[1:]) for k in probs]), np.array(list(probs.values()), dtype=np.float64))
 
 
-def residual(q, p, weight=1.0):
-    return normalised(q, surplus(q, p, weight))
+def normalised_residual(q, p, weight=1.0):
+    return normalised(q, residual(q, p, weight))
 
 
 def decide(q, p, token, accept_u, resample_u=0.5):
@@ -85,22 +85,22 @@ def test_a_token_that_its_draft_cannot_draw_is_an_error():
 
 def test_residual_by_hand():
     q, p = dense(0.5, 0.3, 0.2), dense(0.1, 0.6, 0.3)
-    np.testing.assert_allclose(residual(q, dense(0.4, 0.6)).probs, [1 / 3, 0, 2 / 3])
-    np.testing.assert_allclose(residual(dense(0.4, 0.6), dense(0.3, 0.3, 0.4)).probs, [0.25, 0.75])
-    for found in (residual(q, dense(0, 1, 0)), residual(q, sparse(t1=1.0))):
+    np.testing.assert_allclose(normalised_residual(q, dense(0.4, 0.6)).probs, [1 / 3, 0, 2 / 3])
+    np.testing.assert_allclose(normalised_residual(dense(0.4, 0.6), dense(0.3, 0.3, 0.4)).probs, [0.25, 0.75])
+    for found in (normalised_residual(q, dense(0, 1, 0)), normalised_residual(q, sparse(t1=1.0))):
         np.testing.assert_allclose(found.probs, [5 / 7, 0, 2 / 7])
-    np.testing.assert_allclose(residual(q, p, 0.5).probs, [1, 0, 0])
-    np.testing.assert_allclose(surplus(q, dense(0.1, 0.1), 0.5), [0.15, 0.05, 0.1])
+    np.testing.assert_allclose(normalised_residual(q, p, 0.5).probs, [1, 0, 0])
+    np.testing.assert_allclose(residual(q, dense(0.1, 0.1), 0.5), [0.15, 0.05, 0.1])
     assert q.probs.tolist() == [0.5, 0.3, 0.2]  # inputs are never changed
 
 
 def test_all_zero_residual_falls_back_to_the_target():
     q = dense(0.25, 0.75)
-    for result in (residual(q, q), residual(q, dense(0.3, 0.75))):
+    for result in (normalised_residual(q, q), normalised_residual(q, dense(0.3, 0.75))):
         assert np.isfinite(result.probs).all()
         assert abs(result.probs.sum() - 1) < 1e-12
     s = sparse(t3=1.0)
-    assert residual(s, s).probs.tolist() == [1.0]
+    assert normalised_residual(s, s).probs.tolist() == [1.0]
 
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0]), min_size=1, max_size=9).filter(any)
@@ -140,7 +140,9 @@ def test_sparse_and_dense_decide_alike(q, p, seed):
     if expected.sum() > 0:
         for target in targets:
             for draft in drafts:
-                np.testing.assert_allclose(padded(residual(target, draft), 9), expected / expected.sum(), atol=1e-12)
+                np.testing.assert_allclose(
+                    padded(normalised_residual(target, draft), 9), expected / expected.sum(), atol=1e-12
+                )
 
 
 @pytest.mark.fuzz
@@ -152,8 +154,8 @@ def test_large_supports_are_aligned_like_small_ones(monkeypatch):
         p_ids = np.sort(rng.choice(np.arange(low, high), 6000, replace=False))
         q = HostDistribution(q_ids, rng.dirichlet(np.ones(8000)))
         p = HostDistribution(p_ids, rng.dirichlet(np.ones(6000)))
-        by_table = residual(q, p)
+        by_table = normalised_residual(q, p)
         monkeypatch.setattr(accept, "_FEW", 10**9)
-        by_search = residual(q, p)
+        by_search = normalised_residual(q, p)
         monkeypatch.undo()
         np.testing.assert_array_equal(by_table.probs, by_search.probs)

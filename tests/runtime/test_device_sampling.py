@@ -267,7 +267,7 @@ def test_rows_that_are_gone_are_not_read():
     with pytest.raises(SpecexportError, match="overwritten by a later step"):
         old.fetch()
     with pytest.raises(SpecexportError, match="another uniform"):
-        sampler.row_distribution(kept).surplus(sampler.row_distribution(kept), 1.0).draw(0.25)
+        sampler.row_distribution(kept).residual(sampler.row_distribution(kept), 1.0).draw(0.25)
 
 
 def test_rows_that_are_kept_beside_each_other_are_one_copy():

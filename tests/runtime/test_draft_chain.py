@@ -130,8 +130,8 @@ def test_residuals_of_all_requests_are_one_wait(opened: Callable[..., Opened]) -
         params = SamplingParams(max_tokens=24, temperature=1.0)
         decoder.add(make_sequence(i, prompt, params, seed=i, acceptance=("block", "token")[i % 2]))
     rows, found, rounds, rejected = target.executor.rows, [], 0, 0
-    surpluses = rows.surpluses
-    rows.surpluses = lambda asks: (found.append(len(asks)), surpluses(asks))[1]
+    residuals = rows.residuals
+    rows.residuals = lambda asks: (found.append(len(asks)), residuals(asks))[1]
     while decoder.has_work:
         waits = rows.counts.waits
         events = decoder.step()

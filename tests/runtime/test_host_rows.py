@@ -7,7 +7,7 @@ from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.host_rows import HostRows
 from specexport_runtime.executors.row_kernels import MOST_CUT, NOTHING
-from specexport_runtime.sampling.accept import normalised, surplus
+from specexport_runtime.sampling.accept import normalised, residual
 from specexport_runtime.sampling.device import DeviceDistribution, TruncatedDistribution, on_host
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
@@ -66,8 +66,8 @@ def test_distributions_and_residuals_are_the_hosts(given):
             assert is_at(host, distribution.draw(u), u)
             np.testing.assert_allclose(dense(distribution, width), host, rtol=1e-11, atol=1e-300)
             weight = float(rng.uniform(0.3, 1))
-            expected = surplus(sampler.distribution(rows[i]), sampler.distribution(others[i]), weight)
-            masses = surplus(distribution, drafts[i], weight)
+            expected = residual(sampler.distribution(rows[i]), sampler.distribution(others[i]), weight)
+            masses = residual(distribution, drafts[i], weight)
             np.testing.assert_allclose(masses.sum(), expected.sum(), rtol=1e-9, atol=1e-13)
             if expected.sum() > 1e-9:
                 ids = sampler.distribution(rows[i]).token_ids
@@ -139,8 +139,8 @@ def test_rows_of_a_cut_head_are_drawn_from_by_its_ids():
         assert row.token_id == ids[logits[0].argmax()]
         np.testing.assert_array_equal(row.fetch(), head.widen(logits[0]))
         (asked,) = target.take([sampler.ask(0.3, width, distribution.draw(0.6))], rows)
-        found = surplus(sampler.row_distribution(asked), distribution, 0.9)
-        masses = surplus(sampler.distribution(rows[0]), expected, 0.9)
+        found = residual(sampler.row_distribution(asked), distribution, 0.9)
+        masses = residual(sampler.distribution(rows[0]), expected, 0.9)
         np.testing.assert_allclose(found.sum(), masses.sum(), rtol=1e-9)
 
 

@@ -6,7 +6,7 @@ import pytest
 from specexport_runtime.executors.device_rows import DeviceRow, Lane
 from specexport_runtime.executors.row_cuts import RowCuts
 from specexport_runtime.executors.row_kernels import ASK, FEW, FOUND, RowFound
-from specexport_runtime.sampling.accept import normalised, surplus
+from specexport_runtime.sampling.accept import normalised, residual
 from specexport_runtime.sampling.device import TruncatedDistribution, on_host, row_distribution
 from specexport_runtime.sampling.distribution import HostDistribution
 from specexport_runtime.sampling.params import SamplingParams
@@ -55,7 +55,7 @@ def host_distribution(row: DeviceRow, params: SamplingParams, found) -> HostDist
 
 
 @pytest.mark.fuzz
-def test_cuts_and_surpluses_are_the_hosts():
+def test_cuts_and_residuals_are_the_hosts():
     rng = np.random.default_rng(chance.seed(5))
     for _ in range(chance.many(60)):
         params = [
@@ -78,8 +78,8 @@ def test_cuts_and_surpluses_are_the_hosts():
             assert distribution.draw(u) == host.draw(u) or abs(host.probs.cumsum() - u).min() < 1e-12
         for place, other in enumerate(rng.permutation(6)):
             weight = float(rng.uniform(0.3, 1))
-            masses = surplus(distributions[place], distributions[other], weight)
-            expected = surplus(hosts[place], hosts[other], weight)
+            masses = residual(distributions[place], distributions[other], weight)
+            expected = residual(hosts[place], hosts[other], weight)
             np.testing.assert_allclose(masses.sum(), expected.sum(), rtol=1e-9, atol=1e-14)
             if expected.sum() > 1e-9:
                 u, running = uniforms[place], expected.cumsum() / expected.sum()

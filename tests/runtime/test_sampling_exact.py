@@ -100,7 +100,7 @@ def accept_always(drafted, distributions, target, draws):
 
 def residual_is_target(drafted, distributions, target, draws):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accept, "surplus", lambda q, p: q.probs.copy())
+        patch.setattr(accept, "residual", lambda q, p: q.probs.copy())
         return accept_sampled(drafted, distributions, target, draws)
 
 
@@ -108,7 +108,7 @@ def ratio_inverted(drafted, distributions, target, draws):
     for j, token in enumerate(drafted):
         q, p = target(j), distributions[j] if distributions else None
         if draws(j).accept * q.probability(token) >= (p.probability(token) if p else 1.0):
-            rest = accept.normalised(q, accept.surplus(q, p)) if p else q
+            rest = accept.normalised(q, accept.residual(q, p)) if p else q
             return Verdict(j, sample_token(rest, draws(j).resample), False)
     return accept_always(drafted, distributions, target, draws)
 

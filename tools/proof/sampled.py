@@ -10,7 +10,7 @@ from specexport_runtime.executors.base import Executor
 from specexport_runtime.executors.device_rows import DeviceRows, RowSampler
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.row_kernels import RowAsk
-from specexport_runtime.sampling.accept import surplus
+from specexport_runtime.sampling.accept import residual
 from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
@@ -146,8 +146,8 @@ def check_draws(context: Context, target: Steps, draft: Steps) -> None:
                 right = host.probability(token)
                 worst = max(worst, abs(distribution.probability(token) - right) / max(right, 1e-300))
             for weight in (1.0, 0.4):
-                found = surplus(distribution, sampler.row_distribution(kept[i]), weight)
-                mass = float(surplus(host, other, weight).sum())
+                found = residual(distribution, sampler.row_distribution(kept[i]), weight)
+                mass = float(residual(host, other, weight).sum())
                 worst = max(worst, abs(float(found.sum()) - mass) / max(mass, 1e-12))
                 masses += 1
     context.recorder.row(

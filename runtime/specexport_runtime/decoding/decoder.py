@@ -25,8 +25,8 @@ from specexport_runtime.decoding.verify import (
     row_asks,
     row_distributions,
     row_work,
+    run_target_step,
     score_prompts,
-    told_step,
     wanted,
 )
 from specexport_runtime.drafters.base import Drafter
@@ -195,7 +195,7 @@ class Decoder:
         if grammars:
             self._masks.start(grammars)
         try:
-            output = told_step(self.target, self.drafter, requests, prompts, trees.keys(), first, work, want)
+            output = run_target_step(self.target, self.drafter, requests, prompts, trees.keys(), first, work, want)
         finally:
             if grammars:  # a matcher may not be used while its masks are made
                 self._masks.wait()

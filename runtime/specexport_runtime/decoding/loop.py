@@ -83,7 +83,7 @@ class DecodeLoop:
         self._over = False  # the thread has ended who was left
         self._defect: str | None = None  # class of what ended it
         self._failures = 0  # steps that failed since one did not
-        self._told: object = None  # what was logged of them
+        self._logged: object = None  # what was logged of them
         self._moved = monotonic()  # when a round ended, or work came
         self._orphaned = False  # this process is a child, and requests ran in its parent
         _loops.add(self)
@@ -238,7 +238,7 @@ class DecodeLoop:
             return
         finally:
             self._moved = monotonic()
-        self._failures, self._told = 0, None
+        self._failures, self._logged = 0, None
         for event in events:
             handle = self._handles.get(id(event.request))
             if handle is None:
@@ -256,8 +256,8 @@ class DecodeLoop:
         """A step, or what belongs to one, raised: the requests that ran end with it; if none did, the next one does."""
         self._failures += 1
         stack = type(error), {(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)}
-        if stack != self._told:
-            self._told = stack
+        if stack != self._logged:
+            self._logged = stack
             _log.error("A step failed, and what ran ends with it.", exc_info=error)
         self.decoder.fail(_as_exception(error))
         # Requests that ended in this very step too: their last tokens were not handed out.

@@ -14,7 +14,7 @@ from specexport_runtime.requests.records import Proposal
 from specexport_runtime.requests.request import Request, RoundEvent
 from specexport_runtime.sampling.accept import Verdict, accept_greedy, first_refused
 from specexport_runtime.sampling.block import RULES, Chances, accept_block, find_chances, tested_places
-from specexport_runtime.sampling.device import DeviceDistribution, Surplus, find_masses
+from specexport_runtime.sampling.device import DeviceDistribution, Residual, find_masses
 from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.logprobs import logprobs_of
 from specexport_runtime.sampling.tree import TREE_RULES, accept_tree_greedy
@@ -63,7 +63,7 @@ def fit_branches(target: ModelRunner, req: Request, proposal: Proposal, entries:
     return proposal if len(proposal.branches) <= room else proposal._replace(branches=proposal.branches[:room])
 
 
-def told_step(
+def run_target_step(
     target: ModelRunner,
     drafter: Drafter,
     requests: Sequence[Request],  # all that have tokens in the step
@@ -215,7 +215,7 @@ def row_distributions(
 ) -> dict[int, RowDistributions]:
     """By cache row, distributions of requests that :func:`row_asks` asked for; all residuals are found at once."""
     distributions: dict[int, RowDistributions] = {}
-    asked: list[Surplus] = []
+    asked: list[Residual] = []
     for req in requests:
         proposal, begin = proposals[req.row], starts[req.row - first_row]
         distributions[req.row] = distribution = RowDistributions(req, proposal.tokens, rows, begin)
@@ -238,7 +238,7 @@ def _ask_ahead(
     drafted: Sequence[int],
     drafts: Sequence[Distribution | None],
     distributions: RowDistributions,
-    asked: list[Surplus],
+    asked: list[Residual],
 ) -> None:
     """Ask for the residuals that a draft may end with."""
     draws = req.draws

@@ -28,13 +28,13 @@ from specexport_runtime.executors.row_kernels import (
     MANY,
     ON_DEVICE,
     PARTS,
+    RESIDUAL_FORM,
     RULE_PLACES,
-    SURPLUS_FORM,
     UNKNOWN,
+    ResidualAsk,
     RowAsk,
     RowFound,
     RowRule,
-    SurplusAsk,
     ptx_path,
 )
 
@@ -44,7 +44,7 @@ Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
 _FEW_BYTES = 8 * FEW  # ids int32, and logits float32
 _FOUND_BYTES = 8 * FOUND
-_SURPLUS = struct.Struct(SURPLUS_FORM)
+_RESIDUAL = struct.Struct(RESIDUAL_FORM)
 _SHARE = 64  # candidates that are more than this part of the ids cost as much as the row
 _UNIFORM, _TOKEN = ON_DEVICE.index("uniform"), ON_DEVICE.index("token")
 AS_FOUND = partial(tuple.__new__, RowFound)
@@ -147,7 +147,7 @@ class RowSource(ABC):
         return None
 
     @abstractmethod
-    def surpluses(self, asks: Sequence[SurplusAsk]) -> list[tuple[float, int]]:
+    def residuals(self, asks: Sequence[ResidualAsk]) -> list[tuple[float, int]]:
         """Sum and token of each, of no more pairs than the last step had rows. Waits."""
 
 
@@ -285,20 +285,20 @@ class RowSampler(RowSource):
         found = self._many.copy()
         return found.view(np.int32)[:count], found.view(np.float32)[MANY:][:count]
 
-    def surpluses(self, asks: Sequence[SurplusAsk]) -> list[tuple[float, int]]:
-        """See ``RowSource.surpluses``."""
+    def residuals(self, asks: Sequence[ResidualAsk]) -> list[tuple[float, int]]:
+        """See ``RowSource.residuals``."""
         count = len(asks)
         for i, ask in enumerate(asks):
-            _SURPLUS.pack_into(self._surplus_asks.data, i * _SURPLUS.size, *ask)
-        asked, found = self._at_surplus_asks, self._at_surplus
-        self._driver.copy_in(asked, int(self._surplus_asks.ctypes.data), _SURPLUS.size * count)
-        at = (asked, asked + 8 * SurplusAsk._fields.index("target"), self._at_sums)
+            _RESIDUAL.pack_into(self._residual_asks.data, i * _RESIDUAL.size, *ask)
+        asked, found = self._at_residual_asks, self._at_residual
+        self._driver.copy_in(asked, int(self._residual_asks.ctypes.data), _RESIDUAL.size * count)
+        at = (asked, asked + 8 * ResidualAsk._fields.index("target"), self._at_sums)
         self._launch("weigh_surplus", (count, self._blocks), *at, self._blocks)
         self._launch("draw_surplus", (count, 1), *at, found, self._blocks)
-        self._driver.copy_out(int(self._surplus.ctypes.data), found, 16 * count)
+        self._driver.copy_out(int(self._residual.ctypes.data), found, 16 * count)
         self.counts.bytes += 16 * count
         self.wait()
-        numbers = self._surplus[: 2 * count].tolist()
+        numbers = self._residual[: 2 * count].tolist()
         return [(total, int(token)) for total, token in zip(numbers[::2], numbers[1::2], strict=True)]
 
     def _launch(self, name: str, grid: tuple[int, int], *arguments: int) -> None:
@@ -317,12 +317,12 @@ class RowSampler(RowSource):
         self._free()
         blocks = self._blocks
         (
-            self._at_tops, self._at_sums, self._at_bins, self._at_many, self._at_surplus_asks, self._at_surplus,
+            self._at_tops, self._at_sums, self._at_bins, self._at_many, self._at_residual_asks, self._at_residual,
         ) = self._take_memory(
-            4 * rows * blocks, 8 * rows * blocks, 8 * rows * BINS, 8 * MANY * rows, _SURPLUS.size * rows, 16 * rows
+            4 * rows * blocks, 8 * rows * blocks, 8 * rows * BINS, 8 * MANY * rows, _RESIDUAL.size * rows, 16 * rows
         )  # fmt: skip
-        sizes = (8 * MANY, _SURPLUS.size * rows, 16 * rows)
-        self._many, self._surplus_asks, self._surplus = map(self._pin, sizes)
+        sizes = (8 * MANY, _RESIDUAL.size * rows, 16 * rows)
+        self._many, self._residual_asks, self._residual = map(self._pin, sizes)
         self._max_rows = rows
 
     def _make_lane(self) -> Lane:
@@ -421,16 +421,16 @@ class DeviceRow:
         order = ids[:count].argsort()
         return ids[order].astype(np.int64), values[order]
 
-    def surplus_ask(self, draft: "DeviceRow", weight: float) -> SurplusAsk:
+    def residual_ask(self, draft: "DeviceRow", weight: float) -> ResidualAsk:
         """To ask for max(0, w q - p) at this row's uniform, of the softmax of this row (q) and of ``draft``'s (p)."""
         (rule, found), (other, of_other) = (self.ask.rule, self.found), (draft.ask.rule, draft.found)
         mine = (rule.temperature, rule.width, found.peak, found.total)
         theirs = (other.temperature, other.width, of_other.peak, of_other.total)
-        return SurplusAsk(*mine, *theirs, weight, -1, self.ask.uniform, self.address, draft.address)
+        return ResidualAsk(*mine, *theirs, weight, -1, self.ask.uniform, self.address, draft.address)
 
-    def surpluses(self, asks: Sequence[SurplusAsk]) -> list[tuple[float, int]]:
+    def residuals(self, asks: Sequence[ResidualAsk]) -> list[tuple[float, int]]:
         """Sum and token of what was asked of rows of this row's step; waits."""
-        return self._sampler.surpluses(asks)
+        return self._sampler.residuals(asks)
 
 
 class DeviceRows(Sequence[DeviceRow]):

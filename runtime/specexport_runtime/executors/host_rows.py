@@ -18,10 +18,10 @@ from specexport_runtime.executors.row_kernels import (
     BLOCK,
     FOUND,
     MOST_CUT,
-    SURPLUS_ASK,
+    RESIDUAL_ASK,
     UNKNOWN,
+    ResidualAsk,
     RowAsk,
-    SurplusAsk,
 )
 
 _TOO_MANY = 2.0**31
@@ -64,7 +64,7 @@ class HostRows(RowSource):
 
     def __init__(self, width: int, num_slots: int) -> None:
         self.width, self.generation, self._num_slots = width, 0, num_slots
-        _, _, self._find, self._surplus = library()
+        _, _, self._find, self._residual = library()
         blocks = -(-width // BLOCK)
         self._lane = Lane(0, 0, np.zeros((1, ASK)), np.zeros(FOUND + MOST_CUT))
         self._memory = [np.zeros(blocks, kind) for kind in (np.float32, np.float32, np.float64)]  # of the library
@@ -153,12 +153,12 @@ class HostRows(RowSource):
         """A row [V] of the last step."""
         return self._widened(self._logits[place])
 
-    def surpluses(self, asks: Sequence[SurplusAsk]) -> list[tuple[float, int]]:
+    def residuals(self, asks: Sequence[ResidualAsk]) -> list[tuple[float, int]]:
         """Sum and token of each."""
-        made, out, numbers = [], (ctypes.c_double * 2)(), (ctypes.c_double * SURPLUS_ASK)()
+        made, out, numbers = [], (ctypes.c_double * 2)(), (ctypes.c_double * RESIDUAL_ASK)()
         for ask in asks:
-            numbers[: SURPLUS_ASK - 2] = list(ask[:-2])
-            self._surplus(numbers, ask.target, ask.draft, self._scratch[-1], out)
+            numbers[: RESIDUAL_ASK - 2] = list(ask[:-2])
+            self._residual(numbers, ask.target, ask.draft, self._scratch[-1], out)
             made.append((out[0], int(out[1])))
         return made
 

@@ -16,9 +16,9 @@ class RowLibrary(NamedTuple):
     """Functions of ``rows.cpp``."""
 
     cut: Any
-    cut_surplus: Any
+    cut_residual: Any
     find: Any
-    surplus: Any
+    residual: Any
 
 
 @functools.cache
@@ -66,10 +66,10 @@ class RowCuts:
         return int(self.numbers[place][0]), self._at_ids + begin, self._at_probs + begin
 
 
-def cut_surplus(
+def cut_residual(
     target: tuple[int, int, int], draft: tuple[int, int, int], weight: float, uniform: float
 ) -> tuple[float, int]:
     """Sum of max(0, ``weight`` q - p), and the token at a uniform of it; rows as ``RowCuts.memory`` gives them."""
     out = (ctypes.c_double * 2)()
-    library().cut_surplus(*target, *draft, weight, uniform, out)
+    library().cut_residual(*target, *draft, weight, uniform, out)
     return out[0], int(out[1])

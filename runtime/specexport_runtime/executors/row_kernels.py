@@ -82,7 +82,7 @@ UNKNOWN = RowFound(*[math.nan] * 8)
 FOUND = len(RowFound._fields)
 
 
-class SurplusAsk(NamedTuple):
+class ResidualAsk(NamedTuple):
     """What is asked of two rows: the sum of max(0, w q - p) and the token at a uniform of it; float64, int64."""
 
     temperature: float  # of q
@@ -100,12 +100,12 @@ class SurplusAsk(NamedTuple):
     draft: int  # address of p's
 
 
-SURPLUS_ASK = len(SurplusAsk._fields)
-SURPLUS_FORM = "11d2q"
+RESIDUAL_ASK = len(ResidualAsk._fields)
+RESIDUAL_FORM = "11d2q"
 
 CONSTANTS: dict[str, int | float] = {
     "ASK": ASK, "FOUND": FOUND, "BINS": BINS, "PER_BIN": PER_BIN, "BLOCK": BLOCK, "PARTS": PARTS, "FEW": FEW,
-    "MANY": MANY, "SURPLUS_ASK": SURPLUS_ASK,
+    "MANY": MANY, "SURPLUS_ASK": RESIDUAL_ASK,
 }  # fmt: skip
 """Compile-time parameters of the kernels by name."""
 ARGUMENTS = {

@@ -69,7 +69,7 @@ def accept_sampled(
     """
     j, target, token = first_refused(drafted, draft_distributions, target_distribution, draws)
     if token is None:
-        rest = normalised(target, surplus(target, cast("Sequence[Distribution]", draft_distributions)[j]))
+        rest = normalised(target, residual(target, cast("Sequence[Distribution]", draft_distributions)[j]))
         token = sample_token(rest, draws(j).resample)
     return Verdict(j, token, is_bonus=j == len(drafted))
 
@@ -108,18 +108,18 @@ def draft_probability(draft: Distribution, token: int, place: int) -> float:
     return probability
 
 
-def surplus(target: Distribution, draft: Distribution, weight: float = 1.0) -> Float64Array | FoundMasses:
+def residual(target: Distribution, draft: Distribution, weight: float = 1.0) -> Float64Array | FoundMasses:
     """The masses max(0, w q - p), on the target's support, for a ``weight`` w in (0, 1].
 
     Either distribution may be dense or sparse; ids that only one has are probability 0 in the other. Of two rows that
     were asked for a draw, that alone is known of the masses.
     """
-    if isinstance(target, RowDistribution) and (found := target.surplus(draft, weight)) is not None:
+    if isinstance(target, RowDistribution) and (found := target.residual(draft, weight)) is not None:
         return found
-    return _host_surplus(on_host(target), on_host(draft), weight)
+    return _host_residual(on_host(target), on_host(draft), weight)
 
 
-def _host_surplus(target: HostDistribution, draft: HostDistribution, weight: float) -> Float64Array:
+def _host_residual(target: HostDistribution, draft: HostDistribution, weight: float) -> Float64Array:
     masses = target.probs * weight
     if draft.token_ids is not None and target.token_ids is None:
         inside = draft.token_ids < len(masses)

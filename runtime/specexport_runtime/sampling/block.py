@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
-from specexport_runtime.sampling.accept import Verdict, accept_sampled, draft_probability, normalised, surplus
+from specexport_runtime.sampling.accept import Verdict, accept_sampled, draft_probability, normalised, residual
 from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sampling.rng import Draws
 
@@ -56,7 +56,7 @@ def accept_block(
             if kept < last and token == drafted[kept]:
                 continue
             return Verdict(kept, token, is_bonus=kept == last)
-        masses = surplus(targets[kept], draft, chance)
+        masses = residual(targets[kept], draft, chance)
         mass = float(masses.sum())
         # With a chance of 1 it passes whatever was drawn: at the latest in front of all tokens.
         if chance == 1.0 or draws(kept - 1).accept * (mass + 1.0 - chance) < mass:

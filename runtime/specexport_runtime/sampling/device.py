@@ -11,8 +11,8 @@ from typing import NamedTuple, cast
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.device_rows import DeviceRow
-from specexport_runtime.executors.row_cuts import RowCuts, cut_surplus
-from specexport_runtime.executors.row_kernels import RowRule, SurplusAsk, whole_row
+from specexport_runtime.executors.row_cuts import RowCuts, cut_residual
+from specexport_runtime.executors.row_kernels import ResidualAsk, RowRule, whole_row
 from specexport_runtime.sampling.distribution import Distribution, HostDistribution
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sampling.truncation import cut_softmax, truncated_softmax
@@ -82,8 +82,8 @@ class RowDistribution(ABC):
         """The same distribution as numbers."""
 
     @abstractmethod
-    def surplus(self, draft: Distribution, weight: float) -> "FoundMasses | None":
-        """See ``accept.surplus``; None of a ``draft`` of another kind."""
+    def residual(self, draft: Distribution, weight: float) -> "FoundMasses | None":
+        """See ``accept.residual``; None of a ``draft`` of another kind."""
 
 
 class TruncatedDistribution(RowDistribution):
@@ -100,12 +100,12 @@ class TruncatedDistribution(RowDistribution):
         """See the base class."""
         return HostDistribution(*self._cuts.kept(self.row.cut_at))
 
-    def surplus(self, draft: Distribution, weight: float) -> "FoundMasses | None":
+    def residual(self, draft: Distribution, weight: float) -> "FoundMasses | None":
         """See the base class."""
         if not isinstance(draft, TruncatedDistribution):
             return None
         uniform = self.row.ask.uniform
-        return FoundMasses(*cut_surplus(self._memory, draft._memory, weight, uniform), uniform)
+        return FoundMasses(*cut_residual(self._memory, draft._memory, weight, uniform), uniform)
 
     @property
     def _memory(self) -> tuple[int, int, int]:
@@ -121,9 +121,9 @@ class DeviceDistribution(RowDistribution):
         self.row, self._params = row, params
         _, total, drawn, self.drawn_probability, self.token_probability, _, _, _ = row.found
         self.top, self.drawn = 1.0 / total, int(drawn)
-        self.masses: dict[Surplus, FoundMasses] = {}  # that were asked for ahead
+        self.masses: dict[Residual, FoundMasses] = {}  # that were asked for ahead
 
-    def surplus(self, draft: Distribution, weight: float) -> "FoundMasses | None":
+    def residual(self, draft: Distribution, weight: float) -> "FoundMasses | None":
         """See the base class."""
         if (asked := self.ask(draft, weight)) is None:
             return None
@@ -131,10 +131,10 @@ class DeviceDistribution(RowDistribution):
             find_masses([asked])
         return self.masses[asked]
 
-    def ask(self, draft: Distribution | None, weight: float) -> "Surplus | None":
-        """What :meth:`surplus` looks for; None of a ``draft`` that does not lie in the same memory."""
+    def ask(self, draft: Distribution | None, weight: float) -> "Residual | None":
+        """What :meth:`residual` looks for; None of a ``draft`` that does not lie in the same memory."""
         if isinstance(draft, DeviceDistribution) and draft.row.lies_with(self.row):
-            return Surplus(self, draft, weight)
+            return Residual(self, draft, weight)
         return None
 
     def on_host(self) -> HostDistribution:
@@ -142,24 +142,24 @@ class DeviceDistribution(RowDistribution):
         return _on_host(self.row, self._params)
 
 
-class Surplus(NamedTuple):
-    """The masses max(0, w q - p) of distributions on the device, see ``accept.surplus``."""
+class Residual(NamedTuple):
+    """The masses max(0, w q - p) of distributions on the device, see ``accept.residual``."""
 
     target: DeviceDistribution
     draft: DeviceDistribution
     weight: float
 
-    def ask(self) -> SurplusAsk:
+    def ask(self) -> ResidualAsk:
         """What to ask the device."""
-        return self.target.row.surplus_ask(self.draft.row, self.weight)
+        return self.target.row.residual_ask(self.draft.row, self.weight)
 
 
-def find_masses(asked: Sequence[Surplus]) -> None:
-    """Find what ``DeviceDistribution.surplus`` will be asked for, of targets of one step, with one wait."""
+def find_masses(asked: Sequence[Residual]) -> None:
+    """Find what ``DeviceDistribution.residual`` will be asked for, of targets of one step, with one wait."""
     if asked:
-        found = asked[0].target.row.surpluses([surplus.ask() for surplus in asked])
-        for surplus, (total, drawn) in zip(asked, found, strict=True):
-            surplus.target.masses[surplus] = FoundMasses(total, drawn, surplus.target.row.ask.uniform)
+        found = asked[0].target.row.residuals([residual.ask() for residual in asked])
+        for residual, (total, drawn) in zip(asked, found, strict=True):
+            residual.target.masses[residual] = FoundMasses(total, drawn, residual.target.row.ask.uniform)
 
 
 class FlatRows:

@@ -19,7 +19,7 @@ from typing import cast
 import numpy as np
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
-from specexport_runtime.sampling.accept import Verdict, draft_probability, normalised, surplus
+from specexport_runtime.sampling.accept import Verdict, draft_probability, normalised, residual
 from specexport_runtime.sampling.device import on_host
 from specexport_runtime.sampling.distribution import Distribution, HostDistribution, sample_token
 from specexport_runtime.sampling.rng import RoundDraws
@@ -210,7 +210,7 @@ def _last_passing(
 
 def _left(distribution: HostDistribution, draft: Distribution, weight: float) -> tuple[HostDistribution, float]:
     """What a refused token leaves of the target's distribution, and the mass of that."""
-    masses = surplus(distribution, draft, weight)
+    masses = residual(distribution, draft, weight)
     mass = float(masses.sum())
     return on_host(cast("Distribution", normalised(distribution, masses))), mass
 

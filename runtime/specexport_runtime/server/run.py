@@ -53,7 +53,7 @@ class _Life:
             engine = await self._load_engine()
             if engine is not None:
                 _log.info("Serving %s at %s.", self._config.model_name, url_of(self._listener, self._config))
-                await self._until_told(serving)
+                await self._until_signalled(serving)
                 await self._drain(engine)
         finally:
             server.should_exit = True
@@ -82,7 +82,7 @@ class _Life:
                 loop.call_soon_threadsafe(set_it, value)
 
         threading.Thread(target=work, name="specexport-load", daemon=True).start()
-        await self._until_told(loaded)
+        await self._until_signalled(loaded)
         if self._stop.is_set():
             self._app.state.server.draining = True
             return None
@@ -90,7 +90,7 @@ class _Life:
         self._app.state.server.use_engine(engine)
         return engine
 
-    async def _until_told(self, work: "asyncio.Future[Any]") -> None:
+    async def _until_signalled(self, work: "asyncio.Future[Any]") -> None:
         """Wait until something is done, or the server is told to stop."""
         told = asyncio.create_task(self._stop.wait())
         await asyncio.wait({told, work}, return_when=asyncio.FIRST_COMPLETED)

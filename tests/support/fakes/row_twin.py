@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specexport_runtime.executors.row_kernels import ASK, BINS, BLOCK, FEW, FOUND, MANY, PER_BIN, SURPLUS_ASK
+from specexport_runtime.executors.row_kernels import ASK, BINS, BLOCK, FEW, FOUND, MANY, PER_BIN, RESIDUAL_ASK
 
 
 def _pick(weights, target):
@@ -85,9 +85,9 @@ def gather(at, grid, logits, asks, found, bins, few_ids, few_values, many_ids, m
 
 
 @np.errstate(all="ignore")
-def _surplus(at, asks, rows, pair):
-    ask = at(asks, "float64")[pair * SURPLUS_ASK :][:SURPLUS_ASK]
-    target, draft = at(rows, "int64")[pair * SURPLUS_ASK :][:2].tolist()
+def _residual(at, asks, rows, pair):
+    ask = at(asks, "float64")[pair * RESIDUAL_ASK :][:RESIDUAL_ASK]
+    target, draft = at(rows, "int64")[pair * RESIDUAL_ASK :][:2].tolist()
     width, other, token = int(ask[1]), int(ask[5]), int(ask[9])
     masses = ask[8] * (np.exp((at(target, "float32")[:width].astype(np.float64) - ask[2]) / ask[0]) / ask[3])
     if token < 0:
@@ -100,14 +100,14 @@ def _surplus(at, asks, rows, pair):
 
 def weigh_surplus(at, grid, asks, rows, sums, blocks):
     for pair in range(grid[0]):
-        masses, _ = _surplus(at, asks, rows, pair)
+        masses, _ = _residual(at, asks, rows, pair)
         sums_of = np.add.reduceat(masses, np.arange(0, len(masses), BLOCK))
         at(sums, "float64")[pair * blocks :][:blocks] = [*sums_of, *[0] * (blocks - len(sums_of))]
 
 
 def draw_surplus(at, grid, asks, rows, sums, found, blocks):
     for pair in range(grid[0]):
-        masses, uniform = _surplus(at, asks, rows, pair)
+        masses, uniform = _residual(at, asks, rows, pair)
         parts = at(sums, "float64")[pair * blocks :][:blocks]
         total = parts.sum()
         block = _pick(parts, uniform * total)

@@ -108,7 +108,7 @@ def distributions() -> None:
 
 def residuals() -> None:
     """max(0, w q - p) of two steps on two streams, the first of which is kept while others follow."""
-    from specexport_runtime.sampling.accept import normalised, surplus
+    from specexport_runtime.sampling.accept import normalised, residual
     from specexport_runtime.sampling.params import SamplingParams
     from specexport_runtime.sampling.sampler import Sampler
 
@@ -123,14 +123,14 @@ def residuals() -> None:
         asked = target.step(rows, [sampler.ask(u, WIDTH) for u in uniforms])
         for i in range(len(rows)):
             q, p = sampler.row_distribution(asked[i]), sampler.row_distribution(kept[i])
-            expected = surplus(sampler.distribution(rows[i]), sampler.distribution(others[i][: USED - 6]), weight)
-            found = surplus(q, p, weight)
+            expected = residual(sampler.distribution(rows[i]), sampler.distribution(others[i][: USED - 6]), weight)
+            found = residual(q, p, weight)
             np.testing.assert_allclose(found.sum(), expected.sum(), rtol=1e-9, atol=1e-15)
             if expected.sum() > 1e-9:
                 assert is_at(expected, normalised(q, found).draw(uniforms[i]), uniforms[i]), (temperature, i)
         # One of them is on the host.
-        mixed = surplus(sampler.row_distribution(asked[2]), sampler.distribution(others[2][: USED - 6]), weight)
-        same = surplus(sampler.distribution(rows[2]), sampler.row_distribution(kept[2]), weight)
+        mixed = residual(sampler.row_distribution(asked[2]), sampler.distribution(others[2][: USED - 6]), weight)
+        same = residual(sampler.distribution(rows[2]), sampler.row_distribution(kept[2]), weight)
         np.testing.assert_allclose(mixed, same, rtol=1e-12)
 
 
