@@ -75,7 +75,7 @@ class SpecEngine(PromptEncoder):
     @property
     def max_num_seqs(self) -> int:
         """Sequences that run at a time."""
-        return self._loop.decoder.rows.max_num_seqs
+        return self._loop.decoder.slots.max_num_seqs
 
     @property
     def times(self) -> PhaseTimes:

@@ -179,9 +179,9 @@ def test_a_plan_that_fails_for_one_request_ends_that_one_alone(name):
     started, go = slow_down(engine)
     running = engine.submit([1], LONG)
     assert started.wait(WAIT_S)
-    rows = engine._loop.decoder.rows
-    asked = getattr(rows, name)
-    setattr(rows, name, lambda req: raising(MemoryError())() if req.tokens == [2] else asked(req))
+    slots = engine._loop.decoder.slots
+    asked = getattr(slots, name)
+    setattr(slots, name, lambda req: raising(MemoryError())() if req.tokens == [2] else asked(req))
     bad, good = engine.submit_all([RequestSpec([2], LONG), RequestSpec([3], LONG)])
     go.set()
     with pytest.raises(RequestFailedError, match="MemoryError"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from specexport_runtime import SamplingParams
 from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.queue import LEAST_TURN, NEARLY_DONE, WHOLE_TURN, WaitingQueue, whom_to_pause
-from specexport_runtime.decoding.rows import Rows
+from specexport_runtime.decoding.rows import Slots
 from specexport_runtime.decoding.schedule import REREAD_CHUNK, Reading, Scheduler, go_alone, share_tokens
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.engine_options import EngineOptions
@@ -34,11 +34,11 @@ def sequence(index=0, owner="a", priority=0, length=4, generated=0, **options):
     return seq
 
 
-def rows_of(*running, num_rows=1):
-    rows = Rows(ModelRunner(FakeExecutor(VOCAB, max(num_rows, len(running)), 2000)), ChainDrafter())
+def slots_of(*running, num_rows=1):
+    slots = Slots(ModelRunner(FakeExecutor(VOCAB, max(num_rows, len(running)), 2000)), ChainDrafter())
     for row, seq in enumerate(running):
-        rows.admit(seq, row)
-    return rows
+        slots.admit(seq, row)
+    return slots
 
 
 def order(queue, held=None):
@@ -115,11 +115,11 @@ def test_every_queue_is_fair(arrivals):
 
 
 def victim(newcomer, *running, can_resume=True):
-    rows = rows_of(*running)
+    slots = slots_of(*running)
     for row, seq in enumerate(running):
-        rows.target.kv.restore(row, len(seq.tokens) - 1)
-    rows.can_resume = lambda _: can_resume
-    return whom_to_pause(newcomer, rows)
+        slots.target.kv.restore(row, len(seq.tokens) - 1)
+    slots.can_resume = lambda _: can_resume
+    return whom_to_pause(newcomer, slots)
 
 
 def test_the_owner_with_the_most_rows_gives_way_with_the_least_to_read_again():
@@ -292,12 +292,12 @@ def test_chunks_shrink_to_the_time_beside_a_round():
 def test_what_is_read_again_comes_in_small_pieces_and_smaller_ones_beside_a_first_token():
     paused, newcomer = sequence(0, length=90, generated=10), sequence(1, length=60)
     paused.pause(99)
-    rows = rows_of(paused, newcomer, num_rows=3)
-    scheduler = Scheduler(rows, max_num_batched_tokens=200, min_prefill_tokens=4)
+    slots = slots_of(paused, newcomer, num_rows=3)
+    scheduler = Scheduler(slots, max_num_batched_tokens=200, min_prefill_tokens=4)
     assert scheduler.share(0) == {0: 4, 1: 60}
     scheduler.retire(newcomer)
     assert scheduler.share(0) == {0: REREAD_CHUNK}
-    rows.target.kv.restore(0, 90)
+    slots.target.kv.restore(0, 90)
     assert scheduler.share(0) == {0: 9}  # the newest token begins the next round
 
 
@@ -309,9 +309,9 @@ def test_the_scheduler_keeps_the_pace():
     long, short, decoding = sequence(0, length=3000 // 2), sequence(1, length=30), sequence(2, length=3, generated=1)
     for seq in (long, short, decoding):
         seq.stats.submit_time = 0.0
-    rows = rows_of(long, short, decoding)
-    rows.target.kv.restore(2, 3)
-    scheduler = Scheduler(rows, max_num_batched_tokens=200, min_prefill_tokens=4, pace=pace)
+    slots = slots_of(long, short, decoding)
+    slots.target.kv.restore(2, 3)
+    scheduler = Scheduler(slots, max_num_batched_tokens=200, min_prefill_tokens=4, pace=pace)
     # 40 ms beside the round, of which the long prompt, which is late, gets a quarter.
     assert scheduler.share(1) == {0: 10, 1: 30}
     scheduler.retire(decoding)

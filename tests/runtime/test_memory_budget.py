@@ -43,7 +43,7 @@ def finish(decoder, *sequences):
     while decoder.has_work:
         decoder.step()
         decoder.check()
-        assert decoder.target.executor.resident_bytes <= decoder.load.kv_bytes_resident <= decoder.rows.memory.limit
+        assert decoder.target.executor.resident_bytes <= decoder.load.kv_bytes_resident <= decoder.slots.memory.limit
     for seq in sequences:
         prompt = seq.tokens[: seq.num_prompt_tokens]
         assert seq.output == loop.greedy_reference(decoder.target.executor, prompt, seq.max_tokens)
@@ -101,7 +101,7 @@ def test_memory_that_nobody_holds_goes_back_but_for_a_spare():
 def test_kept_texts_go_when_their_memory_is_wanted_the_oldest_first():
     decoder = decoder_of(2 * ROW)
     assert [ask(decoder, text(step)) for step in (3, 5, 7)] == [0, 0, 0]  # 5 pages each
-    assert len(decoder.rows.kept) == 3
+    assert len(decoder.slots.kept) == 3
     assert ask(decoder, text(3)) == 29  # used again: no longer the oldest
     assert ask(decoder, text(11, 24), 30, scope=None) is None  # 9 pages of 20, so one text goes
     assert [ask(decoder, text(step)) for step in (7, 3)] == [29, 29]
@@ -114,7 +114,7 @@ def test_a_text_is_taken_over_where_a_copy_has_no_room():
         decoder = decoder_of(budget)
         ask(decoder, text(3, 60), 4)
         assert ask(decoder, [*text(3, 18), 1, 1]) == 18
-        assert len(decoder.rows.kept) == kept
+        assert len(decoder.slots.kept) == kept
         assert ask(decoder, text(3, 60), 4) == (59 if kept == 2 else 18)
 
 
@@ -188,8 +188,8 @@ def test_memory_really_goes_back(demo_bundle):
         engine.generate([[9] * 300] * 4, SamplingParams(max_tokens=50, ignore_eos=True), remember=False)
         assert engine.current_load().num_prefixes < 6
         assert sum(map(resident_bytes, executors)) == engine.current_load().kv_bytes_resident <= limit
-        engine._loop.decoder.rows.clear()
-        engine._loop.decoder.rows.memory.settle()
+        engine._loop.decoder.slots.clear()
+        engine._loop.decoder.slots.memory.settle()
         assert sum(map(resident_bytes, executors)) <= SPARE_SHARE * limit
         engine.check()
     with closing(SpecEngine.load(demo_bundle, **options)) as engine:

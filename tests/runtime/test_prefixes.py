@@ -58,8 +58,8 @@ def test_two_conversations_keep_their_rows(rows):
             assert seq.output == loop.greedy_reference(decoder.target.executor, prompt, 6)
             assert bool(seq.stats.cached_tokens) == (turn > 0)
             prompts[name] = [*seq.tokens, 2, 2]
-    assert len(decoder.rows.kept) == 2
-    assert decoder.rows.counts.copied > 0
+    assert len(decoder.slots.kept) == 2
+    assert decoder.slots.counts.copied > 0
 
 
 def test_a_row_that_runs_is_copied_from():
@@ -98,20 +98,20 @@ def test_what_says_least_is_forgotten_first():
     ask(decoder, LONG, pinned=True)
     ask(decoder, OTHER)
     ask(decoder, OTHER + [1] * 20)  # continues the one before, in its row
-    assert len(decoder.rows.kept) == 2
+    assert len(decoder.slots.kept) == 2
     third = (np.arange(30) * 11 % loop.VOCAB).tolist()
     ask(decoder, third)
-    assert len(decoder.rows.kept) == 3
+    assert len(decoder.slots.kept) == 3
     fourth = (np.arange(30) * 13 % loop.VOCAB).tolist()
     ask(decoder, fourth)  # the oldest that is not pinned goes
     assert [ask(decoder, prompt).stats.cached_tokens > 0 for prompt in (OTHER, fourth, LONG)] == [False, True, True]
     for prompt in (third, OTHER, third, OTHER, fourth):
         ask(decoder, prompt)
     assert ask(decoder, LONG).stats.cached_tokens == len(LONG) - 1
-    assert len(decoder.rows.kept.pinned_rows) == 1
-    assert decoder.rows.kept.unpin(LONG, "")
-    assert not decoder.rows.kept.unpin(LONG, "")
-    assert not decoder.rows.kept.pinned_rows
+    assert len(decoder.slots.kept.pinned_rows) == 1
+    assert decoder.slots.kept.unpin(LONG, "")
+    assert not decoder.slots.kept.unpin(LONG, "")
+    assert not decoder.slots.kept.pinned_rows
 
 
 def test_scopes_see_nothing_of_each_other():
@@ -123,9 +123,9 @@ def test_scopes_see_nothing_of_each_other():
 def test_short_texts_are_not_kept():
     decoder = decoder_of()
     ask(decoder, LONG[: LEAST_REUSED - 4], 3)
-    assert len(decoder.rows.kept) == 0
+    assert len(decoder.slots.kept) == 0
     ask(decoder, LONG[:LEAST_REUSED], 3)
-    assert len(decoder.rows.kept) == 1
+    assert len(decoder.slots.kept) == 1
     assert ask(decoder, [*LONG[: LEAST_REUSED - 1], 16, 16]).stats.cached_tokens == 0
 
 
@@ -148,7 +148,7 @@ def test_an_engine_that_fails_leaves_nothing():
     with pytest.raises(RuntimeError) as failed:
         decoder.step()
     decoder.fail(failed.value)
-    assert len(decoder.rows.kept) == 0
+    assert len(decoder.slots.kept) == 0
     assert ask(decoder, LONG).stats.cached_tokens == 0
 
 

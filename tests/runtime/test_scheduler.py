@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specexport_runtime.decoding.rows import Rows
+from specexport_runtime.decoding.rows import Slots
 from specexport_runtime.decoding.schedule import Scheduler
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.errors import SpecexportError
@@ -29,8 +29,8 @@ class Moves(ChainDrafter):
 class World:
     def __init__(self, num_rows: int, budget: int, max_chunk: int = 100) -> None:
         self.drafter = Moves()
-        self.rows = Rows(ModelRunner(make_target(num_rows), max_chunk=max_chunk), self.drafter)
-        self.scheduler = Scheduler(self.rows, max_num_batched_tokens=budget, min_prefill_tokens=4)
+        self.slots = Slots(ModelRunner(make_target(num_rows), max_chunk=max_chunk), self.drafter)
+        self.scheduler = Scheduler(self.slots, max_num_batched_tokens=budget, min_prefill_tokens=4)
 
     def add(self, index: int, length: int):
         seq = make_sequence(index, [1] * length, SHORT)
@@ -39,12 +39,12 @@ class World:
 
     def round(self, busy: int = 0) -> dict[int, int]:
         self.scheduler.place(busy)
-        chunks, kv = self.scheduler.share(busy), self.rows.target.kv
+        chunks, kv = self.scheduler.share(busy), self.slots.target.kv
         for row, chunk in chunks.items():
             kv.write(row, [chunk])
             kv.commit(row, kv.kv_len(row) + chunk)
-        for seq in self.rows.running:
-            if not self.rows.num_unread(seq):
+        for seq in self.slots.running:
+            if not self.slots.num_unread(seq):
                 seq.commit([2])
         return chunks
 
@@ -86,7 +86,7 @@ def test_holes_that_nobody_takes_are_closed():
         world.scheduler.retire(seqs[i])
     world.round()
     assert world.drafter.moves == [(3, 0)]
-    assert [seq.index for seq in world.rows.placed] == [3, 1]
+    assert [seq.index for seq in world.slots.placed] == [3, 1]
     assert [seqs[3].row, seqs[1].row] == [0, 1]
 
 
@@ -101,14 +101,14 @@ def test_check_finds_a_broken_state():
     world = World(2, 100)
     seq = world.add(0, 3)
     world.round()
-    world.rows.check()
-    world.rows.target.kv.restore(1, 1)
+    world.slots.check()
+    world.slots.target.kv.restore(1, 1)
     with pytest.raises(SpecexportError, match="row 1 has no request but 1 committed entries"):
-        world.rows.check()
-    world.rows.target.kv.release(1)
+        world.slots.check()
+    world.slots.target.kv.release(1)
     seq.row = 1
     with pytest.raises(SpecexportError, match="row 0 holds request 0"):
-        world.rows.check()
+        world.slots.check()
 
 
 def test_a_step_mixes_prompt_chunks_with_rounds_within_the_budget():
@@ -141,7 +141,7 @@ def test_everybody_gets_a_turn_in_order(lengths, num_rows, budget, busy):
         chunks = world.round(busy)
         assert sum(chunks.values()) <= max(budget - busy, 4)
         started += [seq.index for seq in seqs if seq.row != NO_ROW and seq.index not in started]
-        for seq in world.rows.running:
+        for seq in world.slots.running:
             if seq.num_generated:
                 world.scheduler.retire(seq)
     assert not world.scheduler.has_work

@@ -117,7 +117,7 @@ def test_random_events(unpad_kv, unpad_input, reuse):
     world.live_through(EVENTS if unpad_kv else EVENTS // 4)
     assert {"length", "cancelled", "error"} == set(world.ended)
     if reuse:
-        counts = world.decoder.rows.counts
+        counts = world.decoder.slots.counts
         assert counts.hits == world.cached
         assert counts.hits > counts.queries / 4
         assert counts.copied > counts.hits / 10
@@ -130,11 +130,11 @@ def test_random_events_within_a_budget(reuse):
     """Memory of less than three rows for up to ten sequences: all end, in order, with what they give alone."""
     world = World(chance.seed(7), reuse=reuse, budget=2.5)
     begun = []
-    admit = world.decoder.rows.admit
-    world.decoder.rows.admit = lambda seq, row: (begun.append(seq.index), admit(seq, row))
+    admit = world.decoder.slots.admit
+    world.decoder.slots.admit = lambda seq, row: (begun.append(seq.index), admit(seq, row))
     world.live_through(EVENTS if reuse else EVENTS // 4)
     assert begun == sorted(begun)  # nobody overtakes one that waits for memory
     assert world.most_running > 2
     if reuse:
-        assert world.cached == world.decoder.rows.counts.hits > 0
+        assert world.cached == world.decoder.slots.counts.hits > 0
         assert world.longest_kept > 2

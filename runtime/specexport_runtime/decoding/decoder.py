@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from specexport_runtime.decoding.memory_budget import MemoryBudget
 from specexport_runtime.decoding.pace import Pace
-from specexport_runtime.decoding.rows import Rows
+from specexport_runtime.decoding.rows import Slots
 from specexport_runtime.decoding.schedule import Scheduler
 from specexport_runtime.decoding.verify import (
     accept_argmax,
@@ -65,8 +65,8 @@ class Decoder:
         memory: MemoryBudget | None = None,  # None: only the number of cache rows is bounded
     ) -> None:
         self.target, self.drafter, self.lengths = target, drafter, lengths
-        self.rows = Rows(target, drafter, max_num_seqs=max_num_seqs, memory=memory, reuses_prefixes=reuses_prefixes)
-        self.scheduler = Scheduler(self.rows, max_num_batched_tokens=max_num_batched_tokens, pace=pace)
+        self.slots = Slots(target, drafter, max_num_seqs=max_num_seqs, memory=memory, reuses_prefixes=reuses_prefixes)
+        self.scheduler = Scheduler(self.slots, max_num_batched_tokens=max_num_batched_tokens, pace=pace)
         self.tracer, self.observers = tracer or RoundTracer(), Observers()
         self.times, self.padding = PhaseTimes(), PaddingStats()
         self._pace = pace if pace is not None and pace.is_on else None
@@ -84,16 +84,16 @@ class Decoder:
     @property
     def running(self) -> list[Request]:
         """Requests that hold a cache row."""
-        return self.rows.running
+        return self.slots.running
 
     @property
     def load(self) -> EngineLoad:
         """How busy it is; may be asked from any thread."""
-        return self.rows.load(len(self.scheduler.waiting))
+        return self.slots.load(len(self.scheduler.waiting))
 
     def check(self) -> None:
         """Assert the invariants between rounds; SpecexportError if a row number or a cache length is wrong."""
-        self.rows.check()
+        self.slots.check()
 
     def cancel(self, request: Request, error: Exception | None = None) -> None:
         """Drop one request, waiting or running, for ``error`` or its owner; one that has finished stays as it is."""
@@ -107,8 +107,8 @@ class Decoder:
         for req in failed:
             req.end("error", error)
         for req in failed:
-            self.rows.leave(req)
-        self.rows.clear()
+            self.slots.leave(req)
+        self.slots.clear()
         return failed
 
     def step(self) -> list[RoundEvent]:
@@ -125,14 +125,14 @@ class Decoder:
         if not ready and not chunks:
             return failed
         # The step that ends a prompt drafts too, however the prompt was cut, or that would change a seed's draws.
-        drafting = sorted([*ready, *self.rows.ending(chunks)], key=_ROW) if chunks else ready
+        drafting = sorted([*ready, *self.slots.ending(chunks)], key=_ROW) if chunks else ready
         load, prompt_tokens = None, sum(chunks.values())
-        reread = self.rows.num_reread(chunks) if chunks else 0
-        preemptions, self.rows.preemptions = self.rows.preemptions, 0
+        reread = self.slots.num_reread(chunks) if chunks else 0
+        preemptions, self.slots.preemptions = self.slots.preemptions, 0
         counts = any(req.adaptive or req.trace is not None for req in drafting)
         if counts or self.observers:
-            soon = min(len(self.rows.placed) + len(self.scheduler.waiting), self.rows.max_num_seqs)
-            load = step_load(drafting, [self.rows.at(row) for row in chunks], prompt_tokens, soon)
+            soon = min(len(self.slots.placed) + len(self.scheduler.waiting), self.slots.max_num_seqs)
+            load = step_load(drafting, [self.slots.at(row) for row in chunks], prompt_tokens, soon)
         # Being watched must not change how far a request drafts: they see only rounds that count for lengths.
         proposals = self._propose(drafting, load if counts else None)
         drafted = time.perf_counter()
@@ -162,7 +162,7 @@ class Decoder:
         proposals = self.drafter.propose(requests, rooms) if requests else []
         for i, (req, proposal) in enumerate(zip(requests, proposals, strict=True)):
             if proposal.branches:
-                proposals[i] = fit_branches(self.target, req, proposal, self.rows.memory.most_entries(req.row))
+                proposals[i] = fit_branches(self.target, req, proposal, self.slots.memory.most_entries(req.row))
         read = self.drafter.prefill_seconds - read_before
         self.times.count_draft(time.perf_counter() - start, read, [proposal.num_own for proposal in proposals])
         return {req.row: proposal for req, proposal in zip(requests, proposals, strict=True)}
@@ -173,7 +173,7 @@ class Decoder:
         """One packed step of the target, and what follows from its logits; prompts that end in it draft too."""
         start = time.perf_counter()
         engine_before = self.target.executor.engine_seconds
-        prompts = [self.rows.at(row) for row in chunks]
+        prompts = [self.slots.at(row) for row in chunks]
         requests = sorted([*ready, *prompts], key=_ROW) if prompts else ready
         first = requests[0].row
         work = [IDLE] * (requests[-1].row - first + 1)
@@ -205,7 +205,7 @@ class Decoder:
             broken = score_prompts(self.target, prompts, scored, output, first)
         for row, count in chunks.items():
             if row not in proposals:  # a prompt with more to come
-                self.rows.advance(row, count)
+                self.slots.advance(row, count)
         verified = [req for req in drafting if req not in broken] if broken else drafting
         events = self._accept(verified, proposals, output, first, scored)
         tested = [event for event in events if event.tokens and event.request.row in trees]
@@ -218,7 +218,7 @@ class Decoder:
         self.drafter.commit(verified)
         for req in [*verified, *broken]:
             if req.finish_reason is not None:
-                self.rows.leave(req)
+                self.slots.leave(req)
         engine = self.target.executor.engine_seconds - engine_before
         self.times.count_step(start, executed, engine, is_round=bool(ready))
         return events

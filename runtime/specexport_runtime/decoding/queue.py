@@ -22,7 +22,7 @@ So with one owner, and one priority, no request is ever paused.
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 
-from specexport_runtime.decoding.rows import Rows
+from specexport_runtime.decoding.rows import Slots
 from specexport_runtime.requests.request import Request
 
 LEAST_TURN = 16
@@ -108,12 +108,12 @@ class WaitingQueue:
         return self._levels.setdefault(req.priority, {}).setdefault(req.owner, deque())
 
 
-def whom_to_pause(newcomer: Request, rows: Rows) -> Request | None:
+def whom_to_pause(newcomer: Request, slots: Slots) -> Request | None:
     """The request whose row another had better have: lowest priority, most rows, least to read again; None if none."""
-    held = rows.held
+    held = slots.held
 
     def may_be(req: Request) -> bool:
-        num_read = rows.num_read(req)
+        num_read = slots.num_read(req)
         if req.priority < newcomer.priority or not _is_rested(req, num_read):
             return False
         if req.priority == newcomer.priority:
@@ -122,10 +122,10 @@ def whom_to_pause(newcomer: Request, rows: Rows) -> Request | None:
             more, has_none = held[req.owner] - held[newcomer.owner], not held[newcomer.owner]
             if more < 2 and not (more == 1 and has_none and req.num_since_pause >= max(WHOLE_TURN, num_read)):
                 return False
-        return rows.can_resume(req)
+        return slots.can_resume(req)
 
-    able = [req for req in rows.running if may_be(req)]
-    return max(able, key=lambda req: (req.priority, held[req.owner], -rows.num_read(req)), default=None)
+    able = [req for req in slots.running if may_be(req)]
+    return max(able, key=lambda req: (req.priority, held[req.owner], -slots.num_read(req)), default=None)
 
 
 def _is_rested(req: Request, num_read: int) -> bool:

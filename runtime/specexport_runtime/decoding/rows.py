@@ -35,8 +35,8 @@ from specexport_runtime.requests.request import NO_ROW, Request
 from specexport_runtime.watch.observe import EngineLoad
 
 
-class Rows:
-    """The rows of a target, its drafter and the memory of both."""
+class Slots:
+    """The cache slots (rows) of a target, its drafter and the memory of both."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Continuous batching: who runs, and how the tokens of a step are shared.
 
-Requests hold rows 0 … n-1 (``rows``). Who is next and who gives way says ``queue``. Prompts share a step by urgency,
+Requests hold rows 0 … n-1 (``slots``). Who is next and who gives way says ``queue``. Prompts share a step by urgency,
 equally among owners, and within an owner the oldest comes first. The oldest prompt of all always gets a quarter of
 them, so that whatever is more urgent cannot starve it. The first token of an owner who has nothing else does not wait
 for a round of others, if these had the step before.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.queue import WaitingQueue, whom_to_pause
-from specexport_runtime.decoding.rows import Rows
+from specexport_runtime.decoding.rows import Slots
 from specexport_runtime.requests.request import NO_ROW, Request
 
 _OLDEST_SHARE = 4
@@ -105,14 +105,14 @@ class Scheduler:
 
     def __init__(
         self,
-        rows: Rows,
+        slots: Slots,
         *,
         max_num_batched_tokens: int,  # of one step; requests that decode always get theirs, prompts share what is left
         min_prefill_tokens: int = 16,  # prompts get these even if nothing is left, so that they cannot starve
         pace: Pace | None = None,
     ) -> None:
-        target = rows.target
-        self.rows, self.waiting = rows, WaitingQueue()
+        target = slots.target
+        self.slots, self.waiting = slots, WaitingQueue()
         self._limit = target.executor.max_num_tokens  # of a step of the engine; None for no limit
         self.max_num_batched_tokens = min(max_num_batched_tokens, self._limit or max_num_batched_tokens)
         self.min_prefill_tokens = min_prefill_tokens
@@ -125,31 +125,31 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.waiting) or any(self.rows.placed)
+        return bool(self.waiting) or any(self.slots.placed)
 
     def retire(self, req: Request) -> None:
         """A request gives its row back, or its place in the queue."""
         if req.row == NO_ROW:
             self.waiting.remove(req)
         else:
-            self.rows.leave(req)
+            self.slots.leave(req)
 
     def plan(self) -> tuple[list[Request], dict[int, int]]:
         """Admit what fits; then the requests that decode in this step, and the prompt tokens of the other rows."""
-        placed, self.failed = self.rows.placed, []
+        placed, self.failed = self.slots.placed, []
         ready = [req for req in placed if req is not None and req.is_decoding]
         if len(ready) == len(placed) and not (self.waiting and self._can_admit()):
             return ready, {}  # most rounds: all requests decode, and none can come
         self.place(_most_tokens(ready))
-        running = self.rows.running
+        running = self.slots.running
         ready = [req for req in running if req.is_decoding]
         busy = _most_tokens(ready)
         if self._limit is not None:  # a request with one token to read drafts behind it
-            busy += _most_tokens([req for req in running if not req.is_decoding and self.rows.num_unread(req) == 1])
+            busy += _most_tokens([req for req in running if not req.is_decoding and self.slots.num_unread(req) == 1])
         # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
         if self._mixes_prefill and (self._limit is None or busy + self.min_prefill_tokens <= self._limit):
             chunks = self.share(busy)
-            alone = [] if self._sat_out else go_alone(ready, self.rows.ending(chunks))
+            alone = [] if self._sat_out else go_alone(ready, self.slots.ending(chunks))
             self._sat_out = bool(alone)
             return ([], {req.row: chunks[req.row] for req in alone}) if alone else (ready, chunks)
         chunks = self.share(0)
@@ -162,19 +162,19 @@ class Scheduler:
         there is no memory for it, it waits, and all behind it but some of other owners. What raises before
         a row is touched ends that request.
         """
-        rows, passed = self.rows, set[str]()
-        while (req := self.waiting.next(rows.held, passed)) is not None:
-            row, victim = rows.free_row, None
+        slots, passed = self.slots, set[str]()
+        while (req := self.waiting.next(slots.held, passed)) is not None:
+            row, victim = slots.free_row, None
             try:
                 if not self._has_budget(req, busy_tokens):
                     passed.add(req.owner)
                     continue
                 if row == NO_ROW and (victim := self._victim(req)) is None:
                     break
-                if rows.is_early(req):
+                if slots.is_early(req):
                     passed.add(req.owner)
                     continue
-                if not rows.fits(req):
+                if not slots.fits(req):
                     if not self.waiting.may_pass(req):
                         break
                     passed.add(req.owner)
@@ -183,15 +183,15 @@ class Scheduler:
                 self._end(req, error)
                 continue
             if victim is not None:
-                row = rows.pause(victim)
+                row = slots.pause(victim)
                 self.waiting.put_back(victim)
                 try:
-                    rows.drafter.restart(victim)
+                    slots.drafter.restart(victim)
                 except Exception as error:
                     self._end(victim, error)
             self.waiting.take(req)
-            rows.admit(req, row)
-        rows.close_holes()
+            slots.admit(req, row)
+        slots.close_holes()
 
     def _end(self, req: Request, error: Exception) -> None:
         """An exception ends a request that waits, and no other."""
@@ -201,19 +201,19 @@ class Scheduler:
 
     def share(self, busy_tokens: int) -> dict[int, int]:
         """Prompt tokens of each row in this step beside ``busy_tokens``, for rows that get any, the oldest first."""
-        reads, most = self.rows.reading, self.rows.target.max_chunk
+        reads, most = self.slots.reading, self.slots.target.max_chunk
         if not reads:
             return {}
         is_awaited = any(not req.reads_again for req in reads)
         again = min(self.min_prefill_tokens if is_awaited else REREAD_CHUNK, most)
         readings = [self._reading(req, again if req.reads_again else most) for req in reads]
-        num_decoding = len(self.rows.running) - len(reads)
+        num_decoding = len(self.slots.running) - len(reads)
         left = self._pace.most(self.max_num_batched_tokens - busy_tokens, num_decoding)
         chunks = share_tokens(readings, max(left, self.min_prefill_tokens))
         chunks = bound_scored(chunks, [req.row for req in reads if req.is_scored])
         if self._limit is not None:  # a prompt's end has a draft behind it: the last token waits where it does not fit
             left = self._limit - busy_tokens - sum(chunks.values())
-            for req in [each for each in self.rows.ending(chunks) if chunks[each.row] > 1]:
+            for req in [each for each in self.slots.ending(chunks) if chunks[each.row] > 1]:
                 drafts = _most_tokens([req]) - 1
                 waits = drafts > left
                 chunks[req.row] -= waits
@@ -222,28 +222,28 @@ class Scheduler:
 
     def _reading(self, req: Request, wanted: int) -> Reading:
         """What a request has to read: up to ``wanted`` tokens now."""
-        unread = self.rows.num_unread(req) - req.reads_again
+        unread = self.slots.num_unread(req) - req.reads_again
         return Reading(req, min(unread, wanted), unread, self._pace.is_late(req, unread))
 
     def _can_admit(self) -> bool:
         """Whether a row is free for a request that waits, or may be made free."""
-        return self.rows.free_row != NO_ROW or self._victim(None) is not None
+        return self.slots.free_row != NO_ROW or self._victim(None) is not None
 
     def _has_budget(self, req: Request, busy_tokens: int) -> bool:
         """Whether a request would get tokens now: others read before it, but for owners with whom it shares."""
         before = [
-            self.rows.num_unread(each)
-            for each in self.rows.reading
+            self.slots.num_unread(each)
+            for each in self.slots.reading
             if each.priority < req.priority or (each.priority == req.priority and each.owner == req.owner)
         ]
         return not before or self.max_num_batched_tokens - busy_tokens > sum(before)
 
     def _victim(self, req: Request | None) -> Request | None:
         """Whom to pause for a request, or for the next that waits."""
-        if all(each is None or self.waiting.is_alike(each) for each in self.rows.placed):
+        if all(each is None or self.waiting.is_alike(each) for each in self.slots.placed):
             return None
-        req = req or self.waiting.next(self.rows.held)
-        return req and whom_to_pause(req, self.rows)
+        req = req or self.waiting.next(self.slots.held)
+        return req and whom_to_pause(req, self.slots)
 
 
 def _most_tokens(ready: Sequence[Request]) -> int:

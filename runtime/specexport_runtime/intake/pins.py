@@ -31,14 +31,14 @@ class PinnedPrefixes:
 
     def unpin(self, prompt: Prompt, *, cache_salt: str | None, lora: str | None) -> bool:
         """Let a prompt go when its row is wanted; whether it was kept."""
-        rows, adapter = self._loop.decoder.rows, self._builder.find_adapter(lora)
-        return rows.reuses_prefixes and rows.kept.unpin(self._builder.encode(prompt), cache_salt or "", adapter)
+        slots, adapter = self._loop.decoder.slots, self._builder.find_adapter(lora)
+        return slots.reuses_prefixes and slots.kept.unpin(self._builder.encode(prompt), cache_salt or "", adapter)
 
     def _pin(self, ids: list[int], options: RequestOptions) -> int:
-        rows, longest = self._loop.decoder.rows, self._builder.max_model_len - PIN_TOKENS
+        slots, longest = self._loop.decoder.slots, self._builder.max_model_len - PIN_TOKENS
         target = self._loop.decoder.target.executor
-        spare = target.num_rows - rows.max_num_seqs
-        if not rows.reuses_prefixes or len(rows.kept.pinned_rows) >= spare:
+        spare = target.num_rows - slots.max_num_seqs
+        if not slots.reuses_prefixes or len(slots.kept.pinned_rows) >= spare:
             raise InvalidRequestError(
                 f"no row is left for a prefix: {spare} keep prefixes.", "load the engine with more prefix_rows."
             )
@@ -46,7 +46,7 @@ class PinnedPrefixes:
             raise InvalidRequestError(
                 f"a prefix of {len(ids)} tokens cannot be kept.", f"give {LEAST_REUSED} to {longest} tokens."
             )
-        rows.memory.check_pin(len(ids) + PIN_TOKENS, rows.kept.pinned_rows)
+        slots.memory.check_pin(len(ids) + PIN_TOKENS, slots.kept.pinned_rows)
         # A few tokens behind it, so that drafters read it too. A state would be behind them then, and cannot go back.
         behind = PIN_TOKENS if not target.num_pending else 1
         seq = self._builder.build(0, ids, SamplingParams(max_tokens=behind, ignore_eos=True), options)

@@ -74,7 +74,7 @@ def assert_at_rest(engine: SpecEngine) -> None:
     decoder = engine._loop.decoder
     assert not decoder.has_work
     decoder.check()
-    assert all(row is None for row in decoder.rows.placed)
+    assert all(row is None for row in decoder.slots.placed)
 
 
 async def ends(request: AsyncRequest) -> str:
