@@ -15,7 +15,7 @@ from common import median, report, timed
 
 from specexport_runtime.executors import device_rows
 from specexport_runtime.executors.device_rows import DeviceRows, Kernel, RowSampler
-from specexport_runtime.executors.row_kernels import ARGUMENTS, FEW, FOUND, RowAsk
+from specexport_runtime.executors.row_kernels import ARGUMENTS, FOUND, K_INLINE, RowAsk
 from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
@@ -59,7 +59,11 @@ def make_rows(rng: np.random.Generator, count: int) -> Any:
 def answer(sampler: RowSampler, step: int, logits: Any, asks: list[RowAsk]) -> None:
     """Put there what the kernels would find."""
     count = len(asks)
-    found, ids, values = np.zeros((count, FOUND)), np.zeros((count, FEW), np.int32), np.zeros((count, FEW), np.float32)
+    found, ids, values = (
+        np.zeros((count, FOUND)),
+        np.zeros((count, K_INLINE), np.int32),
+        np.zeros((count, K_INLINE), np.float32),
+    )
     for i, (rule, uniform, token, _) in enumerate(asks):
         weights = np.exp((logits[i].astype(float) - logits[i].max()) / rule.temperature)
         running, total = weights.cumsum(), weights.sum()
@@ -72,15 +76,18 @@ def answer(sampler: RowSampler, step: int, logits: Any, asks: list[RowAsk]) -> N
             weights[token] / total if token >= 0 else 0,
         )
         if rule.cuts:
-            order = np.argsort(-logits[i], kind="stable")[:FEW]
-            enough = int((weights[order].cumsum() < rule.top_p * total).sum()) + 4 if rule.top_p else FEW
+            order = np.argsort(-logits[i], kind="stable")[:K_INLINE]
+            enough = int((weights[order].cumsum() < rule.top_p * total).sum()) + 4 if rule.top_p else K_INLINE
             near = int((logits[i][order] >= logits[i].max() + rule.least).sum())
-            kept = order[: min(enough, near, rule.top_k or FEW)]
+            kept = order[: min(enough, near, rule.top_k or K_INLINE)]
             found[i, 5], ids[i, : len(kept)], values[i, : len(kept)] = len(kept), kept, logits[i][kept]
     memory = sampler._lanes[step].found
     memory[: FOUND * count] = found.ravel()
-    few = memory[FOUND * count :]
-    few.view(np.int32)[: FEW * count], few.view(np.float32)[FEW * count : 2 * FEW * count] = ids.ravel(), values.ravel()
+    inline = memory[FOUND * count :]
+    inline.view(np.int32)[: K_INLINE * count], inline.view(np.float32)[K_INLINE * count : 2 * K_INLINE * count] = (
+        ids.ravel(),
+        values.ravel(),
+    )
 
 
 def measure(distribution: dict[str, Any], batch: int, repeats: int) -> float:
@@ -102,7 +109,7 @@ def measure(distribution: dict[str, Any], batch: int, repeats: int) -> float:
         asks = [draft_asks(step) for step in range(LOOKAHEAD)]
         for step in range(LOOKAHEAD):
             draft.put(asks[step], 0, step=step)
-        return draft.take_chain(asks, [none[:batch]] * LOOKAHEAD)
+        return draft.collect_chain(asks, [none[:batch]] * LOOKAHEAD)
 
     def target_asks(tokens: list[list[int]]) -> list[RowAsk]:
         return [
@@ -122,7 +129,7 @@ def measure(distribution: dict[str, Any], batch: int, repeats: int) -> float:
         target.put(asks, 0)
         if not is_answered:
             answer(target, 0, q[np.arange(len(asks)) % (LOOKAHEAD + 1)], asks)
-        rows = target.take(asks, none)
+        rows = target.collect(asks, none)
         for i, s in enumerate(streams):
             own = rows[i * (LOOKAHEAD + 1) :][: LOOKAHEAD + 1]
             RULES["block"](tokens[i], distributions[i], lambda j, o=own: sampler.row_distribution(o[j]), s)  # type: ignore[misc]

@@ -120,7 +120,7 @@ def spread(
 def gather(
     logits, asks, found, bins, few_ids, few_values, many_ids, many_values, pitch,
     ASK: tl.constexpr, FOUND: tl.constexpr, BINS: tl.constexpr, PER_BIN: tl.constexpr, BLOCK: tl.constexpr,
-    FEW: tl.constexpr, MANY: tl.constexpr,
+    K_INLINE: tl.constexpr, K_MAX: tl.constexpr,
 ):  # fmt: skip
     """Tokens that a cut may keep, with their logits, blocks in any order, and how many. Grid (rows, blocks)."""
     row, block = tl.program_id(0), tl.program_id(1)
@@ -144,14 +144,14 @@ def gather(
         if count > 0:
             start = tl.atomic_add(found + row * FOUND + 5, count.to(tl.float64)).to(tl.int32)
             slots = start + tl.cumsum(kept.to(tl.int32), 0) - 1
-            tl.store(few_ids + row * FEW + slots, ids, mask=kept & (slots < FEW))
-            tl.store(few_values + row * FEW + slots, values, mask=kept & (slots < FEW))
-            tl.store(many_ids + row.to(tl.int64) * MANY + slots, ids, mask=kept & (slots < MANY))
-            tl.store(many_values + row.to(tl.int64) * MANY + slots, values, mask=kept & (slots < MANY))
+            tl.store(few_ids + row * K_INLINE + slots, ids, mask=kept & (slots < K_INLINE))
+            tl.store(few_values + row * K_INLINE + slots, values, mask=kept & (slots < K_INLINE))
+            tl.store(many_ids + row.to(tl.int64) * K_MAX + slots, ids, mask=kept & (slots < K_MAX))
+            tl.store(many_values + row.to(tl.int64) * K_MAX + slots, values, mask=kept & (slots < K_MAX))
 
 
 @triton.jit
-def surplus(ask, rows, ids):
+def residual(ask, rows, ids):
     """max(0, w q - p) of some ids; ``ask`` has T, V, peak and total of q, the same of p, w, one-hot p's id, uniform.
 
     ``rows`` has the addresses of q's logits and of p's.
@@ -170,25 +170,25 @@ def surplus(ask, rows, ids):
 
 
 @triton.jit
-def weigh_surplus(asks, rows, sums, blocks, SURPLUS_ASK: tl.constexpr, BLOCK: tl.constexpr):
-    """The surplus of a block of ids. Grid (pairs of rows, blocks)."""
+def weigh_surplus(asks, rows, sums, blocks, RESIDUAL_ASK: tl.constexpr, BLOCK: tl.constexpr):
+    """The residual of a block of ids. Grid (pairs of rows, blocks)."""
     pair, block = tl.program_id(0), tl.program_id(1)
-    place = pair * SURPLUS_ASK
-    masses = surplus(asks + place, rows + place, block * BLOCK + tl.arange(0, BLOCK))
+    place = pair * RESIDUAL_ASK
+    masses = residual(asks + place, rows + place, block * BLOCK + tl.arange(0, BLOCK))
     tl.store(sums + pair * blocks + block, tl.sum(masses, 0))
 
 
 @triton.jit
-def draw_surplus(asks, rows, sums, found, blocks, SURPLUS_ASK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """The whole surplus, and the token at the uniform of it. Grid (pairs)."""
+def draw_surplus(asks, rows, sums, found, blocks, RESIDUAL_ASK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """The whole residual, and the token at the uniform of it. Grid (pairs)."""
     pair = tl.program_id(0)
-    ask, parts = asks + pair * SURPLUS_ASK, tl.arange(0, PARTS)
+    ask, parts = asks + pair * RESIDUAL_ASK, tl.arange(0, PARTS)
     masses = tl.load(sums + pair * blocks + parts, mask=parts < blocks, other=0.0)
     total = tl.sum(masses, 0)
     goal = tl.load(ask + 10) * total
     block = pick(masses, parts, goal)
     before = tl.sum(tl.where(parts < block, masses, 0.0), 0)
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    masses = surplus(ask, rows + pair * SURPLUS_ASK, ids)
+    masses = residual(ask, rows + pair * RESIDUAL_ASK, ids)
     tl.store(found + 2 * pair, total)
     tl.store(found + 2 * pair + 1, pick(masses, ids, goal - before).to(tl.float64))

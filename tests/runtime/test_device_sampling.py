@@ -199,7 +199,7 @@ class Device:
         self.logits[: len(rows)] = rows
         self.sampler.put(asks, self.address)
         self.gpu.synchronize()
-        return self.sampler.take(asks, np.zeros(len(asks), np.int64))
+        return self.sampler.collect(asks, np.zeros(len(asks), np.int64))
 
 
 def likely_logits(rng, count):
@@ -245,15 +245,15 @@ def test_flat_rows_come_whole_after_a_few():
     """Candidates that are much of a row cost more than the row; the distribution is the same."""
     device, rng = Device(), np.random.default_rng(3)
     sampler, other = [Sampler(SamplingParams(temperature=1.0, top_p=0.9), [1], WIDE) for _ in range(2)]
-    comes = []
+    fetched = []
     for flat in (True,) * 10 + (False,) * 130:
         row = rng.normal(0, 0.1, (1, WIDE)).astype(np.float32) if flat else likely_logits(rng, 1) * 4
         (found,) = device.step(row, [sampler.ask(0.5, WIDE)])
-        comes.append(found.ask.rule.comes)
+        fetched.append(found.ask.rule.fetch)
         distribution, host = on_host(sampler.row_distribution(found)), other.distribution(row[0])
         np.testing.assert_array_equal(distribution.token_ids, host.token_ids)
         np.testing.assert_allclose(distribution.probs, host.probs, rtol=1e-9)
-    assert comes == [False] * 4 + [True] * 127 + [False] * 9
+    assert fetched == [False] * 4 + [True] * 127 + [False] * 9
 
 
 def test_rows_that_are_gone_are_not_read():

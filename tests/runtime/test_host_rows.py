@@ -56,9 +56,9 @@ def test_distributions_and_residuals_are_the_hosts(given):
         target, draft = HostRows(width, 2), HostRows(width, 2)
         rows, others = make_rows(rng, 3, width), make_rows(rng, 3, width)
         uniforms, tokens = [0.0, 1 - 2**-53, rng.random()], rng.integers(0, used, 3).tolist()
-        kept = draft.take([sampler.ask(0.5, width, slot=i) for i in range(3)], others)
+        kept = draft.collect([sampler.ask(0.5, width, slot=i) for i in range(3)], others)
         drafts = [sampler.row_distribution(row) for row in kept]
-        asked = target.take([sampler.ask(u, width, t) for u, t in zip(uniforms, tokens, strict=True)], rows)
+        asked = target.collect([sampler.ask(u, width, t) for u, t in zip(uniforms, tokens, strict=True)], rows)
         for i, (u, token) in enumerate(zip(uniforms, tokens, strict=True)):
             distribution, host = sampler.row_distribution(asked[i]), dense(sampler.distribution(rows[i]), width)
             np.testing.assert_allclose(distribution.top, host.max(), rtol=1e-11)
@@ -84,7 +84,7 @@ def test_certain_rows_are_cut_by_the_library_and_flat_ones_are_left_to_numpy():
     for given, wide in (({}, DeviceDistribution), ({"top_p": 0.95}, None), ({"min_p": 0.01}, None)):
         sampler = Sampler(SamplingParams(temperature=1.0, **given), [1], width)
         for logits, kind in ((certain, wide or TruncatedDistribution), (flat, wide)):
-            (row,) = source.take([sampler.ask(0.5, width)], logits)
+            (row,) = source.collect([sampler.ask(0.5, width)], logits)
             distribution = sampler.row_distribution(row)
             assert kind is None or isinstance(distribution, kind)
             np.testing.assert_allclose(
@@ -106,7 +106,7 @@ def test_rows_that_the_library_can_cut_are_never_taken_for_flat(penalties, monke
         logits = rng.normal(size=(1, width)).astype(np.float32)
         logits[0, :600] += 12
         ask = sampler.ask(0.5, width)
-        (row,) = source.take([ask._replace(rule=ask.rule._replace(comes=True)) if i % 2 else ask], logits)
+        (row,) = source.collect([ask._replace(rule=ask.rule._replace(fetch=True)) if i % 2 else ask], logits)
         assert 256 < np.count_nonzero(dense(sampler.row_distribution(row), width)) < MOST_CUT
     assert not asked
 
@@ -114,9 +114,9 @@ def test_rows_that_the_library_can_cut_are_never_taken_for_flat(penalties, monke
 def test_a_row_that_is_looked_at_too_late_is_refused_and_a_kept_one_is_not():
     source, sampler = HostRows(9, 2), Sampler(SamplingParams(temperature=1.0), [1], 9)
     rows = np.arange(27, dtype=np.float32).reshape(3, 9)
-    here = source.take([sampler.ask(0.5, 9), sampler.ask(0.5, 9, slot=3)], rows[:2].copy())
+    here = source.collect([sampler.ask(0.5, 9), sampler.ask(0.5, 9, slot=3)], rows[:2].copy())
     lost, kept = here[0], here[1]
-    (last,) = source.take([NOTHING], rows[2:])
+    (last,) = source.collect([NOTHING], rows[2:])
     assert last.token_id == 8
     np.testing.assert_array_equal(kept.fetch(), rows[1])
     with pytest.raises(SpecexportError, match="overwritten by a later step"):
@@ -132,13 +132,13 @@ def test_rows_of_a_cut_head_are_drawn_from_by_its_ids():
     for given in ({}, {"top_p": 0.7}, {"top_k": 2}):
         sampler = Sampler(SamplingParams(temperature=0.8, **given), [1], width)
         logits, rows = rng.normal(size=(1, 5)).astype(np.float32), rng.normal(size=(1, width)).astype(np.float32)
-        (row,) = source.take([sampler.ask(0.6, width, slot=0)], logits)
+        (row,) = source.collect([sampler.ask(0.6, width, slot=0)], logits)
         distribution, expected = sampler.row_distribution(row), sampler.distribution(head.widen(logits[0]))
         np.testing.assert_allclose(dense(distribution, width), dense(expected, width), rtol=1e-11)
         assert distribution.draw(0.6) == expected.draw(0.6)
         assert row.token_id == ids[logits[0].argmax()]
         np.testing.assert_array_equal(row.fetch(), head.widen(logits[0]))
-        (asked,) = target.take([sampler.ask(0.3, width, distribution.draw(0.6))], rows)
+        (asked,) = target.collect([sampler.ask(0.3, width, distribution.draw(0.6))], rows)
         found = residual(sampler.row_distribution(asked), distribution, 0.9)
         masses = residual(sampler.distribution(rows[0]), expected, 0.9)
         np.testing.assert_allclose(found.sum(), masses.sum(), rtol=1e-9)

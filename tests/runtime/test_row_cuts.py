@@ -5,7 +5,7 @@ import pytest
 
 from specexport_runtime.executors.device_rows import DeviceRow, Lane
 from specexport_runtime.executors.row_cuts import RowCuts
-from specexport_runtime.executors.row_kernels import ASK, FEW, FOUND, RowFound
+from specexport_runtime.executors.row_kernels import ASK, FOUND, K_INLINE, RowFound
 from specexport_runtime.sampling.accept import normalised, residual
 from specexport_runtime.sampling.device import TruncatedDistribution, on_host, row_distribution
 from specexport_runtime.sampling.distribution import HostDistribution
@@ -26,22 +26,22 @@ def candidates(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.nda
 
 def make_rows(samplers, uniforms, tokens, found) -> list[DeviceRow]:
     count = len(samplers)
-    lane = Lane(0, 0, np.zeros((count, ASK)), np.zeros(count * (FOUND + FEW)))
+    lane = Lane(0, 0, np.zeros((count, ASK)), np.zeros(count * (FOUND + K_INLINE)))
     asks = [s.ask(u, WIDTH, t) for s, u, t in zip(samplers, uniforms, tokens, strict=True)]
     lane.set_rules(tuple(ask.rule for ask in asks))
     lane.asks[:, 2:4] = list(zip(uniforms, tokens, strict=True))
-    few = lane.found[FOUND * count :]
-    ids, values = few.view(np.int32)[: FEW * count], few.view(np.float32)[FEW * count :]
+    inline = lane.found[FOUND * count :]
+    ids, values = inline.view(np.int32)[: K_INLINE * count], inline.view(np.float32)[K_INLINE * count :]
     answers = []
     for i, (given, logits) in enumerate(found):
         peak = np.float64(logits.max(initial=-np.inf))
         total = 1.25 * np.exp((logits.astype(np.float64) - peak) / samplers[i].params.temperature).sum()
         answers.append(RowFound(peak, total, 0.0, 0.0, 0.0, len(given), 0.0, 0.0))
-        here = slice(FEW * i, FEW * i + min(len(given), FEW))
-        ids[here], values[here] = given[:FEW], logits[:FEW]
+        here = slice(K_INLINE * i, K_INLINE * i + min(len(given), K_INLINE))
+        ids[here], values[here] = given[:K_INLINE], logits[:K_INLINE]
     lane.found[: FOUND * count] = np.ravel(answers)
     address = lane.host_found + 8 * FOUND * count
-    cuts = RowCuts(count, FEW, lane.host_asks, lane.host_found, lane.host_kept_masses, address)
+    cuts = RowCuts(count, K_INLINE, lane.host_asks, lane.host_found, lane.host_kept_masses, address)
     rows = [DeviceRow(None, i, ask, answer, 0, 0, 0) for i, (ask, answer) in enumerate(zip(asks, answers, strict=True))]
     for row in rows:
         row.cuts = cuts
@@ -62,7 +62,7 @@ def test_cuts_and_residuals_are_the_hosts():
             SamplingParams(temperature=float(rng.uniform(0.1, 2)), **DISTRIBUTIONS[rng.integers(len(DISTRIBUTIONS))])
             for _ in range(6)
         ]
-        found = [candidates(rng, int(rng.integers(1, FEW + 1))) for _ in params]
+        found = [candidates(rng, int(rng.integers(1, K_INLINE + 1))) for _ in params]
         tokens = [int(given[rng.integers(len(given))]) for given, _ in found]
         uniforms = [0.0, 1 - 2**-53, *rng.random(4).tolist()]
         samplers = [Sampler(each, [1], WIDTH) for each in params]
@@ -89,6 +89,6 @@ def test_cuts_and_residuals_are_the_hosts():
 
 def test_rows_without_candidates_or_with_more_than_come_are_left_out():
     rng, sampler = np.random.default_rng(1), Sampler(SamplingParams(temperature=1.0, top_k=3), [1], WIDTH)
-    found = [candidates(rng, count) for count in (5, 0, FEW + 1, 2)]
+    found = [candidates(rng, count) for count in (5, 0, K_INLINE + 1, 2)]
     rows = make_rows([sampler] * 4, [0.5] * 4, [-1] * 4, found)
     assert [row.cuts.numbers[i][0] for i, row in enumerate(rows)] == [3, 0, 0, 2]

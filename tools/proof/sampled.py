@@ -55,7 +55,7 @@ class Steps:
         start = time.perf_counter()
         self.driver.synchronize()
         self.waited += time.perf_counter() - start
-        return self.sampler.take(asks, np.zeros(len(asks), np.int64))
+        return self.sampler.collect(asks, np.zeros(len(asks), np.int64))
 
     def close(self) -> None:
         """Give the memory back."""

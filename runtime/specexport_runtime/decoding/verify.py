@@ -38,7 +38,7 @@ def row_asks(req: Request, proposal: Proposal, width: int) -> list[RowAsk]:
     if req.sampler.is_greedy:
         return [whole_row(width)] * (len(drafted) + 1) if req.needs_logits else []
     asks = [req.sampler.ask(req.draws.peek(j).resample, width, token) for j, token in enumerate([*drafted, NO_TOKEN])]
-    return asks if req.logprobs is None else [ask._replace(rule=ask.rule._replace(comes=True)) for ask in asks]
+    return asks if req.logprobs is None else [ask._replace(rule=ask.rule._replace(fetch=True)) for ask in asks]
 
 
 def row_work(target: ModelRunner, req: Request, count: int, proposal: Proposal | None) -> RowWork:

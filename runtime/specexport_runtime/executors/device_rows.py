@@ -23,9 +23,9 @@ from specexport_runtime.executors.row_kernels import (
     ASK,
     BINS,
     BLOCK,
-    FEW,
     FOUND,
-    MANY,
+    K_INLINE,
+    K_MAX,
     ON_DEVICE,
     PARTS,
     RESIDUAL_FORM,
@@ -42,7 +42,7 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
-_FEW_BYTES = 8 * FEW  # ids int32, and logits float32
+_INLINE_BYTES = 8 * K_INLINE  # ids int32, and logits float32
 _FOUND_BYTES = 8 * FOUND
 _RESIDUAL = struct.Struct(RESIDUAL_FORM)
 _SHARE = 64  # candidates that are more than this part of the ids cost as much as the row
@@ -100,7 +100,7 @@ class Lane:
         self.host_asks, self.host_found = int(asks.ctypes.data), int(found.ctypes.data)
         self.rules: tuple[RowRule, ...] = ()  # that ``asks`` has
         self.draws, self.cuts, self.spreads = False, False, False
-        self.comes: list[int] = []  # rows
+        self.fetched: list[int] = []  # rows
         self._kept_masses = np.ones(len(asks))
         self.host_kept_masses = int(self._kept_masses.ctypes.data)
         self.slots: tuple[int, ...] = ()  # of which ``runs`` are
@@ -113,10 +113,10 @@ class Lane:
         self._kept_masses[: len(rules)] = [rule.kept_mass for rule in rules]
         self.draws = any(rule.temperature for rule in rules)
         self.cuts, self.spreads = any(rule.cuts for rule in rules), any(rule.top_p for rule in rules)
-        self.comes = [i for i, rule in enumerate(rules) if rule.comes]
+        self.fetched = [i for i, rule in enumerate(rules) if rule.fetch]
         self.rules = rules
 
-    def tell(self, rows: int, uniforms: float | Sequence[float], tokens: int | Sequence[int]) -> None:
+    def set_params(self, rows: int, uniforms: float | Sequence[float], tokens: int | Sequence[int]) -> None:
         """Ask of the first ``rows`` rows with these."""
         self.asks[:rows, _UNIFORM] = uniforms
         self.asks[:rows, _TOKEN] = tokens
@@ -127,7 +127,7 @@ class RowSource(ABC):
 
     generation: int
     """Steps so far."""
-    few: int
+    k_inline: int
     """Candidates of a row that a cut can leave at no further cost."""
 
     @abstractmethod
@@ -139,7 +139,7 @@ class RowSource(ABC):
         """A row [V], in memory of that place that the next fetch overwrites; waits."""
 
     @abstractmethod
-    def come(self, place: int) -> Float32Array:
+    def fetched(self, place: int) -> Float32Array:
         """A row [V] that came with its step."""
 
     def candidates(self, place: int, count: int) -> tuple[npt.NDArray[np.int32], Float32Array] | None:  # noqa: ARG002
@@ -154,7 +154,7 @@ class RowSource(ABC):
 class RowSampler(RowSource):
     """Draws from rows of logits [R, V] float32 on the device; SpecexportError without kernels or operators."""
 
-    few = FEW
+    k_inline = K_INLINE
 
     def __init__(self, driver: GpuDriver, width: int, num_slots: int) -> None:
         self.counts = RowCounts()
@@ -197,7 +197,7 @@ class RowSampler(RowSource):
         if rules != lane.rules:
             lane.set_rules(rules)
         if lane.draws:
-            lane.tell(rows, uniforms, tokens)
+            lane.set_params(rows, uniforms, tokens)
             driver.copy_in(lane.at_asks, lane.host_asks, 8 * ASK * rows)
             parts = (lane.at_asks, self._at_tops, self._at_sums)
             self._launch("weigh", (rows, self._blocks), logits, *parts, self.width, self._blocks)
@@ -205,7 +205,7 @@ class RowSampler(RowSource):
             self._launch("draw", (rows, 1), logits, *parts, *found, self.width, self._blocks, int(token_ids > 0))
             size = _FOUND_BYTES * rows
             if lane.cuts:
-                size += _FEW_BYTES * rows
+                size += _INLINE_BYTES * rows
                 self._put_cuts(rows, lane)
             driver.copy_out(lane.host_found, lane.at_found, size)
             self.counts.bytes += size
@@ -215,7 +215,7 @@ class RowSampler(RowSource):
             lane.slots, lane.runs = slots, list(_runs(kept, row_bytes))
         for first, count, place in lane.runs:
             driver.copy_rows(place, logits + first * row_bytes, row_bytes, count, row_bytes)
-        for i in lane.comes:
+        for i in lane.fetched:
             self._put_row(i, logits + i * row_bytes)
         self.counts.steps += 1
 
@@ -225,10 +225,15 @@ class RowSampler(RowSource):
         if lane.spreads:
             self._launch("spread", places, *arguments, self.width)
         ids = lane.at_found + _FOUND_BYTES * rows
-        many = self._at_many + 4 * MANY * self._max_rows
-        self._launch("gather", places, *arguments, ids, ids + 4 * FEW * rows, self._at_many, many, self.width)
+        outputs = (
+            ids,
+            ids + 4 * K_INLINE * rows,
+            self._at_candidates,
+            self._at_candidates + 4 * K_MAX * self._max_rows,
+        )
+        self._launch("gather", places, *arguments, *outputs, self.width)
 
-    def take(self, asks: Sequence[RowAsk], token_ids: Int64Array, *, step: int = 0) -> "DeviceRows":
+    def collect(self, asks: Sequence[RowAsk], token_ids: Int64Array, *, step: int = 0) -> "DeviceRows":
         """What was found, after the wait; ``token_ids`` [R] are the greedy ones. ``step``: see :meth:`put`."""
         rows, lane, generation = len(asks), self._lanes[step], self.generation
         greedy = token_ids.tolist()
@@ -242,24 +247,24 @@ class RowSampler(RowSource):
             for i, (ask, answer, token) in enumerate(zip(asks, found, greedy, strict=True))
         ]
         if lane.cuts:
-            at_few = lane.host_found + _FOUND_BYTES * rows
-            cuts = RowCuts(rows, FEW, lane.host_asks, lane.host_found, lane.host_kept_masses, at_few)
+            at_inline = lane.host_found + _FOUND_BYTES * rows
+            cuts = RowCuts(rows, K_INLINE, lane.host_asks, lane.host_found, lane.host_kept_masses, at_inline)
             for row in made:
                 row.cuts = cuts
         return DeviceRows(made)
 
-    def take_chain(self, asks: Sequence[Sequence[RowAsk]], token_ids: Sequence[Int64Array]) -> "list[DeviceRows]":
+    def collect_chain(self, asks: Sequence[Sequence[RowAsk]], token_ids: Sequence[Int64Array]) -> "list[DeviceRows]":
         """What was found in the steps of a chain."""
-        return [self.take(*each, step=step) for step, each in enumerate(zip(asks, token_ids, strict=True))]
+        return [self.collect(*each, step=step) for step, each in enumerate(zip(asks, token_ids, strict=True))]
 
     def fetch(self, place: int, address: int) -> Float32Array:
         """See ``RowSource.fetch``."""
         self._put_row(place, address)
         self.wait()
-        return self.come(place)
+        return self.fetched(place)
 
-    def come(self, place: int) -> Float32Array:
-        """See ``RowSource.come``."""
+    def fetched(self, place: int) -> Float32Array:
+        """See ``RowSource.fetched``."""
         return self._rows[place].view(np.float32)
 
     def _put_row(self, place: int, address: int) -> None:
@@ -276,14 +281,14 @@ class RowSampler(RowSource):
 
     def candidates(self, place: int, count: int) -> tuple[npt.NDArray[np.int32], Float32Array]:
         """See ``RowSource.candidates``."""
-        host = int(self._many.ctypes.data)
+        host = int(self._candidates.ctypes.data)
         for part in range(2):
-            source = self._at_many + 4 * MANY * (part * self._max_rows + place)
-            self._driver.copy_out(host + 4 * MANY * part, source, 4 * count)
+            source = self._at_candidates + 4 * K_MAX * (part * self._max_rows + place)
+            self._driver.copy_out(host + 4 * K_MAX * part, source, 4 * count)
         self.counts.bytes += 8 * count
         self.wait()
-        found = self._many.copy()
-        return found.view(np.int32)[:count], found.view(np.float32)[MANY:][:count]
+        found = self._candidates.copy()
+        return found.view(np.int32)[:count], found.view(np.float32)[K_MAX:][:count]
 
     def residuals(self, asks: Sequence[ResidualAsk]) -> list[tuple[float, int]]:
         """See ``RowSource.residuals``."""
@@ -317,16 +322,16 @@ class RowSampler(RowSource):
         self._free()
         blocks = self._blocks
         (
-            self._at_tops, self._at_sums, self._at_bins, self._at_many, self._at_residual_asks, self._at_residual,
+            self._at_tops, self._at_sums, self._at_bins, self._at_candidates, self._at_residual_asks, self._at_residual,
         ) = self._take_memory(
-            4 * rows * blocks, 8 * rows * blocks, 8 * rows * BINS, 8 * MANY * rows, _RESIDUAL.size * rows, 16 * rows
+            4 * rows * blocks, 8 * rows * blocks, 8 * rows * BINS, 8 * K_MAX * rows, _RESIDUAL.size * rows, 16 * rows
         )  # fmt: skip
-        sizes = (8 * MANY, _RESIDUAL.size * rows, 16 * rows)
-        self._many, self._residual_asks, self._residual = map(self._pin, sizes)
+        sizes = (8 * K_MAX, _RESIDUAL.size * rows, 16 * rows)
+        self._candidates, self._residual_asks, self._residual = map(self._pin, sizes)
         self._max_rows = rows
 
     def _make_lane(self) -> Lane:
-        rows, found = self._max_rows, self._max_rows * (_FOUND_BYTES + _FEW_BYTES)
+        rows, found = self._max_rows, self._max_rows * (_FOUND_BYTES + _INLINE_BYTES)
         at_asks, at_found = self._take_memory(8 * ASK * rows, found)
         return Lane(at_asks, at_found, self._pin(8 * ASK * rows).reshape(rows, ASK), self._pin(found))
 
@@ -390,7 +395,7 @@ class DeviceRow:
     @property
     def is_flat(self) -> bool:
         """Whether the asked cut leaves so much of it that candidates cost more than the row."""
-        return self.found.candidates > max(self._sampler.few, self.ask.rule.width // _SHARE)
+        return self.found.candidates > max(self._sampler.k_inline, self.ask.rule.width // _SHARE)
 
     def lies_with(self, other: "DeviceRow") -> bool:
         """Whether both are in one memory: a GPU's, or this process's."""
@@ -406,14 +411,14 @@ class DeviceRow:
         is_last, rule = self._generation == self._sampler.generation, self.ask.rule
         if not is_last and self.ask.slot < 0:
             raise SpecexportError("this row of logits was overwritten by a later step.")
-        came = rule.comes and is_last
-        row = self._sampler.come(self._place) if came else self._sampler.fetch(self._place, self.address)
+        came = rule.fetch and is_last
+        row = self._sampler.fetched(self._place) if came else self._sampler.fetch(self._place, self.address)
         return row[: rule.width or None]
 
     def candidates(self) -> tuple[Int64Array, Float32Array] | None:
         """Ids, ascending, and logits of all that the asked cut may keep, of a row that is not cut: None of too many."""
         count = int(self.found.candidates)
-        if count > MANY or self._generation != self._sampler.generation:
+        if count > K_MAX or self._generation != self._sampler.generation:
             return None
         if (found := self._sampler.candidates(self._place, count)) is None:
             return None

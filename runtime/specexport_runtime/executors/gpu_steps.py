@@ -46,11 +46,11 @@ class GpuSteps(WithFeatures):
         """See ``Executor.execute_rows``; the kernels run behind the step, and it has one wait."""
         if self.rows is None:
             return super().execute_rows(asks)
-        return self.rows.take(asks, self._execute(with_logits=False, asks=asks))
+        return self.rows.collect(asks, self._execute(with_logits=False, asks=asks))
 
     def collect_rows(self) -> list[DeviceRows]:
         """See ``Executor.collect_rows``."""
-        return [] if self.rows is None else self.rows.take_chain(self._asked, self.collect())
+        return [] if self.rows is None else self.rows.collect_chain(self._asked, self.collect())
 
     def _end_chain(self) -> None:
         """Wait for steps that were never collected: their pinned memory is used again."""

@@ -1,6 +1,6 @@
-"""Rows of logits on a CPU, looked at as those that stay on a GPU are: the library of operators draws from them.
+"""Rows of logits on a CPU, queried as those that stay on a GPU are: the library of operators draws from them.
 
-A row is looked at when it is first asked for, so that one behind a refused token costs nothing.
+A row is queried when it is first asked for, so that one behind a refused token costs nothing.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ class WithHostRows(Executor):
 
     def execute_rows(self, asks: Sequence[RowAsk]) -> DeviceRows:
         """See ``Executor.execute_rows``."""
-        return super().execute_rows(asks) if self.rows is None else self.rows.take(asks, self.execute("logits"))
+        return super().execute_rows(asks) if self.rows is None else self.rows.collect(asks, self.execute("logits"))
 
     def name_rows(self, head: "CutHead | None") -> None:
         """See ``Executor.name_rows``."""
@@ -60,7 +60,7 @@ class WithHostRows(Executor):
 class HostRows(RowSource):
     """Draws from the rows of logits [R, V] of one executor's steps."""
 
-    few = MOST_CUT
+    k_inline = MOST_CUT
 
     def __init__(self, width: int, num_slots: int) -> None:
         self.width, self.generation, self._num_slots = width, 0, num_slots
@@ -69,8 +69,8 @@ class HostRows(RowSource):
         self._lane = Lane(0, 0, np.zeros((1, ASK)), np.zeros(FOUND + MOST_CUT))
         self._memory = [np.zeros(blocks, kind) for kind in (np.float32, np.float32, np.float64)]  # of the library
         self._scratch = [_address(each) for each in self._memory]
-        few = self._lane.host_found + 8 * FOUND
-        self._found = (self._lane.host_asks, self._lane.host_found, few, few + 4 * MOST_CUT, *self._scratch)
+        inline = self._lane.host_found + 8 * FOUND
+        self._found = (self._lane.host_asks, self._lane.host_found, inline, inline + 4 * MOST_CUT, *self._scratch)
         self._logits: Float32Array = np.zeros((0, width), np.float32)
         self._at_logits, self._pitch = 0, 0
         self._kept: list[Float32Array] = []  # of ``num_slots`` rows each
@@ -84,7 +84,7 @@ class HostRows(RowSource):
         self._head = head if is_ordered else None
         return is_ordered
 
-    def take(self, asks: Sequence[RowAsk], logits: Float32Array) -> DeviceRows:
+    def collect(self, asks: Sequence[RowAsk], logits: Float32Array) -> DeviceRows:
         """The rows of a step, until the next one."""
         if logits.shape[1] != self.width:
             raise SpecexportError(f"rows have {logits.shape[1]} logits, and not {self.width}.")
@@ -93,7 +93,7 @@ class HostRows(RowSource):
         self._at_logits, self._pitch = _address(logits), 4 * logits.shape[1]
         return _Rows(self, asks, logits)
 
-    def look(self, place: int, ask: RowAsk) -> DeviceRow:
+    def query(self, place: int, ask: RowAsk) -> DeviceRow:
         """What is asked of a row of the last step; a row with a slot is kept there."""
         rule, lane, head = ask.rule, self._lane, self._head
         address = self._at_logits + place * self._pitch
@@ -101,11 +101,11 @@ class HostRows(RowSource):
             kept = self._keep(ask.slot)
             ctypes.memmove(kept, address, self._pitch)
             address = kept
-        if rule.comes and not rule.temperature:
+        if rule.fetch and not rule.temperature:
             return DeviceRow(self, place, ask, UNKNOWN, NO_TOKEN, address, self.generation)
         if lane.rules != (rule,):
             lane.set_rules((rule,))
-        lane.tell(1, ask.uniform, ask.token)
+        lane.set_params(1, ask.uniform, ask.token)
         self._find(address, self.width if head is None else len(head.ids), *self._found)
         found = AS_FOUND(lane.found[:FOUND].tolist())
         if head is not None and found.likeliest >= 0:
@@ -117,8 +117,8 @@ class HostRows(RowSource):
         token, found = int(found.likeliest), found if rule.temperature else UNKNOWN
         made = DeviceRow(self, place, ask, found, token, address, self.generation)
         if rule.cuts and found.candidates <= MOST_CUT:
-            few = self._found[2]
-            made.cuts = RowCuts(1, MOST_CUT, lane.host_asks, lane.host_found, lane.host_kept_masses, few)
+            inline = self._found[2]
+            made.cuts = RowCuts(1, MOST_CUT, lane.host_asks, lane.host_found, lane.host_kept_masses, inline)
             made.cut_at = 0
         return made
 
@@ -149,7 +149,7 @@ class HostRows(RowSource):
             return self._wide if address == _address(self._wide) else self._widened(self._logits[place])
         return self._view(address, self.width)
 
-    def come(self, place: int) -> Float32Array:
+    def fetched(self, place: int) -> Float32Array:
         """A row [V] of the last step."""
         return self._widened(self._logits[place])
 
@@ -164,7 +164,7 @@ class HostRows(RowSource):
 
 
 class _Rows(DeviceRows):
-    """The rows of a step, each looked at once."""
+    """The rows of a step, each queried once."""
 
     is_near = True
 
@@ -187,7 +187,7 @@ class _Rows(DeviceRows):
             start = place.indices(len(self))[0]
             return _Rows(self._source, self._asks[place], self._logits[place], self._begin + start)
         if (row := self._made.get(place)) is None:
-            row = self._made[place] = self._source.look(self._begin + place, self._asks[place])
+            row = self._made[place] = self._source.query(self._begin + place, self._asks[place])
         return row
 
     def fetch(self) -> Float32Array:

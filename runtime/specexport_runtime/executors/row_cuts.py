@@ -36,20 +36,20 @@ def library() -> RowLibrary:
 class RowCuts:
     """What cuts leave of the rows of one step."""
 
-    def __init__(self, rows: int, few: int, asks: int, found: int, kept_masses: int, candidates: int) -> None:
-        """Of ``rows`` rows and up to ``few`` candidates each, 1024 at most.
+    def __init__(self, rows: int, k_inline: int, asks: int, found: int, kept_masses: int, candidates: int) -> None:
+        """Of ``rows`` rows and up to ``k_inline`` candidates each, 1024 at most.
 
         The others are addresses: of asks and answers, ``RowRule.kept_mass`` of each, and candidates, ids first.
         """
-        size = few * rows
+        size = k_inline * rows
         memory = np.empty(2 * size + _NUMBERS * rows)
-        self._few = few
-        self._ids = memory[:size].view(np.int64).reshape(rows, few)
-        self._probs = memory[size : 2 * size].reshape(rows, few)
+        self._k_inline = k_inline
+        self._ids = memory[:size].view(np.int64).reshape(rows, k_inline)
+        self._probs = memory[size : 2 * size].reshape(rows, k_inline)
         self._at_ids = ids = int(memory.ctypes.data)
         self._at_probs = probs = ids + 8 * size
         library().cut(
-            rows, few, asks, found, kept_masses, candidates, candidates + 4 * size, probs + 8 * size, ids, probs
+            rows, k_inline, asks, found, kept_masses, candidates, candidates + 4 * size, probs + 8 * size, ids, probs
         )
         # Of each row: how many tokens stay (0: it has no candidates, or too many), the largest probability, the token
         # at the asked uniform, its probability, and that of the asked token.
@@ -62,7 +62,7 @@ class RowCuts:
 
     def memory(self, place: int) -> tuple[int, int, int]:
         """How many stay of one row, and the addresses of their ids and probabilities."""
-        begin = 8 * self._few * place
+        begin = 8 * self._k_inline * place
         return int(self.numbers[place][0]), self._at_ids + begin, self._at_probs + begin
 
 

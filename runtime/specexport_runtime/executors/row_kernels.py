@@ -16,11 +16,11 @@ BINS = 32
 """Bins of a row's mass by log-probability below the peak, for top-p."""
 PER_BIN = 0.5
 """Nats of a bin."""
-FEW = 128
+K_INLINE = 128
 """Candidates of a cut that come along with a step."""
 MOST_CUT = 1024
 """Candidates of a row that the library of operators can cut (``kMost`` in ``rows.cpp``)."""
-MANY = 4096
+K_MAX = 4096
 """Candidates that are kept on the device; of more, the whole row is fetched."""
 
 
@@ -34,7 +34,7 @@ class RowRule(NamedTuple):
     top_p: float = 0.0  # candidates hold this much of the whole row's mass; 0 for no such cut
     cuts: int = 0  # 1: candidates are wanted
     kept_mass: float = 1.0  # top-p of what the other cuts leave
-    comes: bool = False  # the logits come to the host with the step
+    fetch: bool = False  # the logits come to the host with the step
 
 
 class RowAsk(NamedTuple):
@@ -48,7 +48,7 @@ class RowAsk(NamedTuple):
 
 def whole_row(width: int) -> RowAsk:
     """The first ``width`` logits come to the host with the step."""
-    return RowAsk(RowRule(width=width, comes=True))
+    return RowAsk(RowRule(width=width, fetch=True))
 
 
 NOTHING = RowAsk(RowRule())
@@ -104,8 +104,8 @@ RESIDUAL_ASK = len(ResidualAsk._fields)
 RESIDUAL_FORM = "11d2q"
 
 CONSTANTS: dict[str, int | float] = {
-    "ASK": ASK, "FOUND": FOUND, "BINS": BINS, "PER_BIN": PER_BIN, "BLOCK": BLOCK, "PARTS": PARTS, "FEW": FEW,
-    "MANY": MANY, "SURPLUS_ASK": RESIDUAL_ASK,
+    "ASK": ASK, "FOUND": FOUND, "BINS": BINS, "PER_BIN": PER_BIN, "BLOCK": BLOCK, "PARTS": PARTS, "K_INLINE": K_INLINE,
+    "K_MAX": K_MAX, "RESIDUAL_ASK": RESIDUAL_ASK,
 }  # fmt: skip
 """Compile-time parameters of the kernels by name."""
 ARGUMENTS = {

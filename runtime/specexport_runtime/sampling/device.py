@@ -17,7 +17,7 @@ from specexport_runtime.sampling.distribution import Distribution, HostDistribut
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sampling.truncation import cut_softmax, truncated_softmax
 
-_MOST_FLAT, _COMING = 4, 128  # so many flat rows more than others, and the next come whole
+_MOST_FLAT, _FETCHED = 4, 128  # so many flat rows more than others, and the next come whole
 
 
 def row_rule(params: SamplingParams, width: int) -> RowRule:
@@ -166,21 +166,21 @@ class FlatRows:
     """Whether rows of a request with cuts come whole: where cuts leave much of a row, candidates cost more than it."""
 
     def __init__(self) -> None:
-        self._flat, self._coming = 0, 0
+        self._flat, self._to_fetch = 0, 0
 
-    def note(self, row: DeviceRow) -> None:
+    def record(self, row: DeviceRow) -> None:
         """A row was looked at."""
         if not row.is_flat:
             self._flat -= self._flat > 0
             return
         self._flat += 1
         if self._flat == _MOST_FLAT:
-            self._flat, self._coming = _MOST_FLAT // 2, _COMING
+            self._flat, self._to_fetch = _MOST_FLAT // 2, _FETCHED
 
-    def comes(self) -> bool:
+    def fetches_next(self) -> bool:
         """Whether the next row comes whole."""
-        self._coming -= self._coming > 0
-        return self._coming > 0
+        self._to_fetch -= self._to_fetch > 0
+        return self._to_fetch > 0
 
 
 def on_host(given: Distribution) -> HostDistribution:

@@ -71,7 +71,7 @@ class Sampler:
     def is_uncut(self) -> bool:
         """Whether raw logits are drawn from at a temperature, and no more."""
         rule = self._rule(self._vocab_size)
-        return rule.temperature > 0 and not (rule.cuts or rule.comes)
+        return rule.temperature > 0 and not (rule.cuts or rule.fetch)
 
     def _rule(self, width: int) -> RowRule:
         if not self.is_plain:
@@ -86,8 +86,8 @@ class Sampler:
     def ask(self, uniform: float, width: int, token: int = -1, slot: int = -1) -> RowAsk:
         """What to ask of a row of logits that stays on a device; see ``device.row_rule``."""
         rule = self._rules.get(width) or self._rule(width)
-        if rule.cuts or rule.comes:
-            return whole_row(width) if rule.cuts and self._flat.comes() else RowAsk(rule, uniform, token)
+        if rule.cuts or rule.fetch:
+            return whole_row(width) if rule.cuts and self._flat.fetches_next() else RowAsk(rule, uniform, token)
         return RowAsk(rule, uniform, token, slot)
 
     def row_distribution(self, row: DeviceRow, drafted: Sequence[int] = ()) -> Distribution:
@@ -95,7 +95,7 @@ class Sampler:
         rule = row.ask.rule
         if rule.temperature:
             if rule.cuts:
-                self._flat.note(row)
+                self._flat.record(row)
             return row_distribution(row, self.params)
         return self.distribution(row.fetch(), drafted)
 
@@ -122,10 +122,10 @@ class Sampler:
             rows = open_host_rows(width, 1) if rule.cuts else None
             self._near[width] = None if rows is None else (rows, RowAsk(rule))
         near = self._near[width]
-        if near is None or self._near_flat.comes():
+        if near is None or self._near_flat.fetches_next():
             return truncated_softmax(row, self.params)
-        (found,) = near[0].take([near[1]], row[None])
-        self._near_flat.note(found)
+        (found,) = near[0].collect([near[1]], row[None])
+        self._near_flat.record(found)
         return on_host(row_distribution(found, self.params))
 
     def greedy_token(self, logits: Float32Array, drafted: Sequence[int] = ()) -> int:

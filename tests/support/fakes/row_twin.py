@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specexport_runtime.executors.row_kernels import ASK, BINS, BLOCK, FEW, FOUND, MANY, PER_BIN, RESIDUAL_ASK
+from specexport_runtime.executors.row_kernels import ASK, BINS, BLOCK, FOUND, K_INLINE, K_MAX, PER_BIN, RESIDUAL_ASK
 
 
 def _pick(weights, target):
@@ -78,7 +78,7 @@ def gather(at, grid, logits, asks, found, bins, few_ids, few_values, many_ids, m
             kept = (values.astype(np.float64) >= least).nonzero()[0]
             numbers[5] = len(kept)
             order = np.random.default_rng(len(kept)).permutation(len(kept))  # blocks come in any order
-            for ids, logit, size in ((few_ids, few_values, FEW), (many_ids, many_values, MANY)):
+            for ids, logit, size in ((few_ids, few_values, K_INLINE), (many_ids, many_values, K_MAX)):
                 chosen = kept[order][:size]
                 at(ids, "int32")[row * size :][: len(chosen)] = chosen
                 at(logit, "float32")[row * size :][: len(chosen)] = values[chosen]

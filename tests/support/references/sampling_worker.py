@@ -30,11 +30,11 @@ def shrink() -> None:
     """Short blocks, for the kernels and their caller."""
     from specexport_runtime.executors import device_rows, row_cuts, row_kernels
 
-    small = {"BLOCK": 16, "PARTS": 8, "BINS": 16, "FEW": 8, "MANY": 32}
+    small = {"BLOCK": 16, "PARTS": 8, "BINS": 16, "K_INLINE": 8, "K_MAX": 32}
     row_kernels.CONSTANTS.update(small)
-    for name, value in (small | {"_FEW_BYTES": 8 * small["FEW"]}).items():
+    for name, value in (small | {"_INLINE_BYTES": 8 * small["K_INLINE"]}).items():
         setattr(device_rows, name, value)
-    row_cuts.FEW = small["FEW"]
+    row_cuts.K_INLINE = small["K_INLINE"]
 
 
 class Device:
@@ -52,7 +52,7 @@ class Device:
         self.logits[: len(rows)] = rows
         self.sampler.put(asks, int(self.logits.ctypes.data))
         self.gpu.synchronize()
-        return self.sampler.take(asks, rows.argmax(axis=1))
+        return self.sampler.collect(asks, rows.argmax(axis=1))
 
 
 def is_at(masses: np.ndarray, token: int, uniform: float) -> bool:
@@ -142,7 +142,7 @@ def twins() -> None:
     from specexport_runtime.sampling.sampler import Sampler
     from tests.support.fakes import row_twin
 
-    for name in ("BLOCK", "BINS", "FEW", "MANY"):
+    for name in ("BLOCK", "BINS", "K_INLINE", "K_MAX"):
         setattr(row_twin, name, CONSTANTS[name])
     rng = np.random.default_rng(3)
     rows, blocks = make_rows(rng)[:8], -(-WIDTH // 16)
