@@ -2,7 +2,7 @@
 
 import click
 
-from specexport_runtime.cli.gone import refuse_gone
+from specexport_runtime.cli.gone import refuse_removed
 from specexport_runtime.cli.lazy import LazyGroup, Mount
 
 COMMANDS = {
@@ -31,7 +31,7 @@ COMMANDS = {
 }
 TAKE_CHECKPOINTS = ("generate", "chat", "serve")
 """Commands of the runtime that get a bundle of a checkpoint here, where the compiler is."""
-GONE = {"tune": "specexport bench BUNDLE… --lookahead K,… --contexts L,…"}
+REMOVED = {"tune": "specexport bench BUNDLE… --lookahead K,… --contexts L,…"}
 """Commands of earlier releases, with what does their work now."""
 
 
@@ -42,8 +42,8 @@ class _Commands(LazyGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find a command."""
-        if args[0] in GONE and not ctx.resilient_parsing:
-            raise refuse_gone(args[0], GONE[args[0]])
+        if args[0] in REMOVED and not ctx.resilient_parsing:
+            raise refuse_removed(args[0], REMOVED[args[0]])
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -241,7 +241,7 @@ def with_keywords(record: Callable[P, object]) -> Callable[[Callable[..., T]], L
     return lambda load: load
 
 
-GONE = {
+DEPRECATED = {
     "prepacked": "weights are packed in the bundle, and every process maps them from there",
     "tune_profile": "the length of drafts is chosen by what rounds take; num_speculative_tokens pins it",
 }
@@ -251,9 +251,13 @@ GONE = {
 def make_options(options: EngineOptions | None, changes: Mapping[str, Any]) -> EngineOptions:
     """``options`` (None: the defaults) with some of them changed; ``TypeError`` for a name that is no option."""
     for name in changes:
-        if name in GONE:
-            warnings.warn(f"{name} changes nothing any more ({GONE[name]}): leave it out.", FutureWarning, stacklevel=3)
+        if name in DEPRECATED:
+            warnings.warn(
+                f"{name} changes nothing any more ({DEPRECATED[name]}): leave it out.", FutureWarning, stacklevel=3
+            )
         elif name not in OPTIONS:
             near = get_close_matches(name, OPTIONS, n=1)
             raise TypeError(f"there is no engine option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    return replace(options or EngineOptions(), **{name: each for name, each in changes.items() if name not in GONE})
+    return replace(
+        options or EngineOptions(), **{name: each for name, each in changes.items() if name not in DEPRECATED}
+    )

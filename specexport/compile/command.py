@@ -9,7 +9,7 @@ import click
 
 from specexport.backends.registry import DEFAULT_BACKEND
 from specexport_runtime.bundle.quant_kinds import KEPT, rounding_kinds
-from specexport_runtime.cli.gone import gone
+from specexport_runtime.cli.gone import deprecated
 from specexport_runtime.cli.grouped import RARE, GroupedCommand, under
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
         "--dump-passes", type=click.Path(path_type=Path, file_okay=False), help="Write the graph after each pass there."
     ),
 )
-@gone("--prepack/--no-prepack", "engine files hold packed weights")
+@deprecated("--prepack/--no-prepack", "engine files hold packed weights")
 def build(
     *,
     recipe_file: Path | None,

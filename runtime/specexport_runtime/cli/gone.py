@@ -9,17 +9,17 @@ import click
 from specexport_runtime.errors import UserInputError
 
 
-def gone(names: str, why: str) -> Callable[[Any], Any]:
+def deprecated(names: str, why: str) -> Callable[[Any], Any]:
     """A switch that no help shows and that is done in any case now: a person is warned, a script is not."""
 
-    def tell(_ctx: click.Context, param: click.Parameter, value: bool | None) -> None:
+    def warn(_ctx: click.Context, param: click.Parameter, value: bool | None) -> None:
         if value is not None and sys.stderr.isatty():
             given = (param.opts if value else param.secondary_opts)[0]
             click.echo(f"warning: {given} changes nothing any more ({why}): leave it out.", err=True)
 
-    return click.option(names, default=None, hidden=True, expose_value=False, callback=tell)
+    return click.option(names, default=None, hidden=True, expose_value=False, callback=warn)
 
 
-def refuse_gone(command: str, successor: str) -> UserInputError:
+def refuse_removed(command: str, successor: str) -> UserInputError:
     """The error for a command that another one does the work of now."""
     return UserInputError(f"there is no command {command!r} any more.", f"use `{successor}`.")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import click
 
 from specexport_runtime.cli.any_text import typed
-from specexport_runtime.cli.gone import gone
+from specexport_runtime.cli.gone import deprecated
 from specexport_runtime.cli.grouped import RARE, under
 from specexport_runtime.cli.prompts import read_text
-from specexport_runtime.engine_options import GONE, OPTIONS, EngineOptions, Use
+from specexport_runtime.engine_options import DEPRECATED, OPTIONS, EngineOptions, Use
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _cut_option(name: str, cut: "Cut") -> Any:
 def engine_flags(*uses: Use) -> Callable[[Any], Any]:
     """Add the flags of the engine options of some uses, in the order of the options."""
     flags = [engine_flag(name) for name, option in OPTIONS.items() if option.use in uses]
-    return under("Machine", *flags, gone("--prepacked/--no-prepacked", GONE["prepacked"]))
+    return under("Machine", *flags, deprecated("--prepacked/--no-prepacked", DEPRECATED["prepacked"]))
 
 
 def engine_flag(name: str, **changes: Any) -> Callable[[F], F]:

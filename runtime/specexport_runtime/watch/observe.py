@@ -76,14 +76,14 @@ class Observers:
     def round_done(self, record: RoundRecord) -> None:
         """Tell all of a step."""
         for observer in self._each:
-            self._tell(observer, "on_round", record)
+            self._notify(observer, "on_round", record)
 
     def request_done(self, request: "Request") -> None:
         """Tell all of the end of a request."""
         for observer in self._each:
-            self._tell(observer, "on_finish", request)
+            self._notify(observer, "on_finish", request)
 
-    def _tell(self, observer: EngineObserver, what: str, news: object) -> None:
+    def _notify(self, observer: EngineObserver, what: str, news: object) -> None:
         try:
             getattr(observer, what)(news)
         except BaseException:  # even that there is no such method: who watches must not stop what is watched
