@@ -21,7 +21,7 @@ class Kernels(NamedTuple):
     types: dict[str, list[str]]  # that a type parameter may be, of those that could be read
 
 
-class Signature(NamedTuple):
+class OperatorSignature(NamedTuple):
     """The version of an operator that an opset means, and the type parameters of its inputs and outputs."""
 
     since: int
@@ -77,15 +77,15 @@ def _kernels() -> dict[str, list[Kernels]]:
 
 
 @cache
-def _signature(operator: str, domain: str, opset: int) -> Signature:
+def _signature(operator: str, domain: str, opset: int) -> OperatorSignature:
     """Of an operator of ONNX, or of ONNX Runtime, whose operators are all of version 1; others have no parameters."""
     import onnx
 
     if onnx.defs.has(operator, domain=domain):
         schema = onnx.defs.get_schema(operator, opset, domain)
         values = (schema.inputs, schema.outputs)
-        return Signature(schema.since_version, *([each.type_str for each in some] for some in values))
-    return Signature(1, *_runtime_parameters().get((domain, operator), ([], [])))
+        return OperatorSignature(schema.since_version, *([each.type_str for each in some] for some in values))
+    return OperatorSignature(1, *_runtime_parameters().get((domain, operator), ([], [])))
 
 
 @cache

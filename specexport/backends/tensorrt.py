@@ -194,7 +194,7 @@ def _plan_folding(ir_model: "ir.Model", job: BuildJob) -> Folding:
 
 def _memory_plan(
     recipe: RecipeFields, num_parameters: int, layers: Sequence[LayerGeometry], kv_capacity: int
-) -> "MemoryPlan":
+) -> "BuildMemoryPlan":
     return plan_memory(
         num_parameters=num_parameters,
         dtype=recipe.dtype,
@@ -210,7 +210,7 @@ def _capacity(recipe: RecipeFields, head: HeadSteps | None) -> int:
     return engine_kv_capacity(int(recipe.max_model_len), recipe.lookahead, width)
 
 
-class MemoryPlan(NamedTuple):
+class BuildMemoryPlan(NamedTuple):
     """Bytes that one model needs."""
 
     host: int  # host memory, at the peak of the build
@@ -234,11 +234,11 @@ def plan_memory(
     kv_capacity: int,  # L
     max_num_seqs: int,  # cache rows
     num_engines: int,  # one for each architecture
-) -> MemoryPlan:
+) -> BuildMemoryPlan:
     """What building and running one model needs."""
     item = ITEM_BYTES[dtype]
     weights = num_parameters * item
-    return MemoryPlan(
+    return BuildMemoryPlan(
         host=int(weights * BUILD_FACTOR) + BUILD_BASE_BYTES,
         disk=int(weights * (1 + num_engines) * 1.05),
         gpu_weights=weights,
@@ -246,7 +246,7 @@ def plan_memory(
     )
 
 
-def require_host_memory(plan: MemoryPlan, available: int) -> None:
+def require_host_memory(plan: BuildMemoryPlan, available: int) -> None:
     """Refuse a build that needs more than the ``available`` bytes (0: unknown): IncompatibleError names both."""
     if 0 < available < plan.host:
         raise IncompatibleError(
@@ -255,7 +255,7 @@ def require_host_memory(plan: MemoryPlan, available: int) -> None:
         )
 
 
-def require_gpu_memory(plans: Sequence[MemoryPlan], activations: int, gpu_memory_gb: float) -> None:
+def require_gpu_memory(plans: Sequence[BuildMemoryPlan], activations: int, gpu_memory_gb: float) -> None:
     """Refuse engines that their GPU cannot hold: IncompatibleError names what is needed, and what to lower."""
     weights, caches = sum(plan.gpu_weights for plan in plans), sum(plan.gpu_kv for plan in plans)
     needed = weights + caches + activations

@@ -13,7 +13,7 @@ from specexport_runtime.packing.batch import ModelRunner, RowWork
 _REPEATS = 7  # of each step, in turns; medians count
 
 
-class Promise(NamedTuple):
+class LayerPromise(NamedTuple):
     """What a choice of layers promises."""
 
     speedup: float  # over plain decoding
@@ -32,11 +32,11 @@ class LayerCosts(NamedTuple):
         off = sum(part for part, on in zip(self.parts, mask, strict=True) if not on)
         return max(self.verify[0] - off, self.verify[0] / 20)
 
-    def promise(self, mask: BoolArray, tokens: Sequence[float]) -> Promise:
+    def promise(self, mask: BoolArray, tokens: Sequence[float]) -> LayerPromise:
         """The best of all K from 1 on; ``tokens`` are those of a round, by K from 0."""
         step = self.draft(mask)
         return max(
-            Promise(self.verify[0] * tokens[k] / (self.verify[k] + k * step), k, tokens[k])
+            LayerPromise(self.verify[0] * tokens[k] / (self.verify[k] + k * step), k, tokens[k])
             for k in range(1, len(tokens))
         )
 

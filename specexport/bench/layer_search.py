@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specexport.bench.layer_costs import Promise
+from specexport.bench.layer_costs import LayerPromise
 from specexport_runtime.executors.base import BoolArray
 
-Judge = Callable[[Sequence[BoolArray]], list[Promise]]
+Judge = Callable[[Sequence[BoolArray]], list[LayerPromise]]
 """What choices promise, each a mask [2N] of the parts that are on."""
 
 _TRIED = 4  # of the parts that may go next, in each step
@@ -26,11 +26,11 @@ _BETTER = 1.001  # what counts as better, of the speed before
 _ROUNDS = 3  # of changes at most
 
 
-class Found(NamedTuple):
+class LayerSelection(NamedTuple):
     """A choice of layers."""
 
     mask: BoolArray  # [2N], the parts that are on
-    promise: Promise
+    promise: LayerPromise
 
 
 class LayerSearch:
@@ -40,14 +40,14 @@ class LayerSearch:
         self._gates = [gate for gate, kind in enumerate(kinds) if kind]
         self._all: BoolArray = np.array([bool(kind) for kind in kinds])
         self._judge = judge
-        self._known: dict[bytes, Found] = {}
+        self._known: dict[bytes, LayerSelection] = {}
 
     @property
     def num_tried(self) -> int:
         """Choices that were judged."""
         return len(self._known)
 
-    def run(self, proposed: Sequence[BoolArray] = ()) -> Found:
+    def run(self, proposed: Sequence[BoolArray] = ()) -> LayerSelection:
         """The best choice that was found; ``proposed`` ones are among those judged."""
         self.best([*proposed, *self.exits()])
         self._remove()
@@ -61,17 +61,17 @@ class LayerSearch:
             mask[kept:] = False
             yield mask
 
-    def best(self, masks: Iterable[BoolArray]) -> Found | None:
+    def best(self, masks: Iterable[BoolArray]) -> LayerSelection | None:
         """The best of some choices that keep something; None if none does."""
         fitting = [mask for mask in masks if mask.any()]
         new = {mask.tobytes(): mask for mask in fitting if mask.tobytes() not in self._known}
         for (key, mask), promise in zip(new.items(), self._judge(list(new.values())), strict=True):
-            self._known[key] = Found(mask, promise)
+            self._known[key] = LayerSelection(mask, promise)
         found = (self._known[mask.tobytes()] for mask in fitting)
         return max(found, key=lambda each: each.promise.speedup, default=None)
 
     @property
-    def _best(self) -> Found:
+    def _best(self) -> LayerSelection:
         """The best choice that leaves something out."""
         choices = (found for found in self._known.values() if not found.mask[self._gates].all())
         return max(choices, key=lambda found: found.promise.speedup)

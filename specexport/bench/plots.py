@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from specexport.bench.methods import AUTO
 from specexport.bench.records import BenchResult
 from specexport.bench.runner import describe_cell
-from specexport.bench.summary import Fastest, Summary, find_fastest, summarize
+from specexport.bench.summary import BenchSummary, Fastest, find_fastest, summarize
 from specexport.plots import add_legend, batch_axis, check_plots, new_figure, save_figure, speedup_axis
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _AXES = {"batch_size": "batch sizes", "num_speculative_tokens": "values of K"}
 
-_Value = Callable[[Summary], float | None]
+_Value = Callable[[BenchSummary], float | None]
 
 
 class PlotOutcome(NamedTuple):
@@ -59,7 +59,7 @@ def write_plots(folder: Path, result: BenchResult) -> PlotOutcome:
     return PlotOutcome(written, skipped)
 
 
-def _groups(rows: Sequence[Summary]) -> dict[str, list[Summary]]:
+def _groups(rows: Sequence[BenchSummary]) -> dict[str, list[BenchSummary]]:
     """Rows that one picture may show, by the end of its name, which says what varies between pictures."""
     described = [
         {
@@ -69,14 +69,14 @@ def _groups(rows: Sequence[Summary]) -> dict[str, list[Summary]]:
         for row in rows
     ]  # fmt: skip
     varying = [name for name in next(iter(described), {}) if len({each[name] for each in described}) > 1]
-    groups: dict[str, list[Summary]] = {}
+    groups: dict[str, list[BenchSummary]] = {}
     for row, each in zip(rows, described, strict=True):
         suffix = "".join("-" + re.sub(r"[^\w.]+", "-", each[name]) for name in varying)
         groups.setdefault(suffix, []).append(row)
     return groups
 
 
-def _is_swept(rows: Sequence[Summary], axis: str) -> bool:
+def _is_swept(rows: Sequence[BenchSummary], axis: str) -> bool:
     """Whether any method has two values or more on an axis."""
     values: dict[str, set[int]] = {}
     for row in rows:
@@ -84,13 +84,13 @@ def _is_swept(rows: Sequence[Summary], axis: str) -> bool:
     return any(len(each) > 1 for each in values.values())
 
 
-def _lines(rows: Sequence[Summary], *, over_batch: bool) -> dict[str, list[Summary]]:
+def _lines(rows: Sequence[BenchSummary], *, over_batch: bool) -> dict[str, list[BenchSummary]]:
     """The rows of each line by its label: a method, and the K or the batch size if there are several."""
     lookaheads: dict[str, set[int]] = {}
     for row in rows:
         lookaheads.setdefault(row.cell.label, set()).add(row.cell.num_speculative_tokens)
     several = len({row.cell.batch_size for row in rows}) > 1
-    lines: dict[str, list[Summary]] = {}
+    lines: dict[str, list[BenchSummary]] = {}
     for row in rows:
         label = row.cell.label
         if over_batch and len(lookaheads[label]) > 1:
@@ -111,7 +111,7 @@ def _figure(panels: int) -> "tuple[Figure, list[Axes]]":
     return figure, every
 
 
-def _draw_batch_size(rows: Sequence[Summary]) -> "Figure":
+def _draw_batch_size(rows: Sequence[BenchSummary]) -> "Figure":
     figure, (left, right) = _figure(2)
     for label, line in _lines(rows, over_batch=True).items():
         _plot(left, line, label, lambda row: row.tokens_per_second)
@@ -123,7 +123,7 @@ def _draw_batch_size(rows: Sequence[Summary]) -> "Figure":
     return figure
 
 
-def _draw_padding(rows: Sequence[Summary]) -> "Figure":
+def _draw_padding(rows: Sequence[BenchSummary]) -> "Figure":
     figure, (axes,) = _figure(1)
     for label, line in _lines(rows, over_batch=True).items():
         _plot(axes, line, label, lambda row: 100 * row.padding_ratio)
@@ -133,7 +133,7 @@ def _draw_padding(rows: Sequence[Summary]) -> "Figure":
     return figure
 
 
-def _draw_lookahead(rows: Sequence[Summary]) -> "Figure":
+def _draw_lookahead(rows: Sequence[BenchSummary]) -> "Figure":
     figure, (left, middle, right) = _figure(3)
     for label, line in _lines(rows, over_batch=False).items():
         ordered = sorted(line, key=lambda row: row.cell.num_speculative_tokens)
@@ -155,7 +155,7 @@ def _draw_lookahead(rows: Sequence[Summary]) -> "Figure":
     return figure
 
 
-def _plot(axes: "Axes", rows: Sequence[Summary], label: str, value: _Value, *, over_batch: bool = True) -> None:
+def _plot(axes: "Axes", rows: Sequence[BenchSummary], label: str, value: _Value, *, over_batch: bool = True) -> None:
     points = [
         (row.cell.batch_size if over_batch else row.cell.num_speculative_tokens, found)
         for row in rows

@@ -9,7 +9,7 @@ from typing import Any
 from specexport.atomic import write_text
 from specexport.bench.records import BenchResult, PromptRecord
 from specexport.bench.runner import describe_cell
-from specexport.bench.summary import Fastest, Summary, find_fastest, pick_draft, summarize
+from specexport.bench.summary import BenchSummary, Fastest, find_fastest, pick_draft, summarize
 from specexport.report import Column, markdown_table
 
 SHOWN_DIFFERENCES = 5
@@ -58,7 +58,7 @@ def _describe_draft(name: str, models: Mapping[str, Any]) -> str:
     return f"- {name}: {draft['source']}, {form}, {draft['engine_bytes'] / 1e6:.1f} MB"
 
 
-def format_table(rows: Sequence[Summary], *, wide: bool = False) -> str:
+def format_table(rows: Sequence[BenchSummary], *, wide: bool = False) -> str:
     """The rows as a Markdown table; columns that say nothing are left out, and unless ``wide`` what few ask for."""
     several = wide and any(row.latency_p50 != row.latency_p99 for row in rows)  # prompts
     columns: list[Column[Any]] = [
@@ -86,11 +86,11 @@ def format_table(rows: Sequence[Summary], *, wide: bool = False) -> str:
     return markdown_table(columns, rows)
 
 
-def _any(rows: Sequence[Summary], name: str) -> bool:
+def _any(rows: Sequence[BenchSummary], name: str) -> bool:
     return any(getattr(row, name) is not None for row in rows)
 
 
-def _place_columns(rows: Sequence[Summary] | Sequence[Fastest]) -> list[Column[Any]]:
+def _place_columns(rows: Sequence[BenchSummary] | Sequence[Fastest]) -> list[Column[Any]]:
     """The method, and what its rows are compared within."""
     cells = [row.cell for row in rows]
     return [
@@ -123,7 +123,7 @@ def format_fastest(found: Sequence[Fastest]) -> list[str]:
     return [f"Decode tokens/s by draft tokens a round (K):\n\n{table}", *([pick.describe()] if pick else [])]
 
 
-def describe_speedups(rows: Sequence[Summary]) -> list[str]:
+def describe_speedups(rows: Sequence[BenchSummary]) -> list[str]:
     """What it comes to: how fast ``auto``, or else the best method, is in each place, and what is fastest there."""
     found: dict[str, dict[str, float]] = {}  # speedups by place, by method
     for row in rows:
@@ -142,13 +142,13 @@ def describe_speedups(rows: Sequence[Summary]) -> list[str]:
     return [line] if set(best.values()) == {shown} else [f"{line} Fastest: {', '.join(fastest)}."]
 
 
-def _way(row: Summary) -> str:
+def _way(row: BenchSummary) -> str:
     """A method, and its number of draft tokens if that was fixed."""
     k = None if row.cell.drafter == row.cell.requested else row.cell.requested  # auto chooses K as it chooses drafters
     return row.cell.label if k is None else f"{row.cell.label}, K={k}"
 
 
-def _place(row: Summary, rows: Sequence[Summary]) -> str:
+def _place(row: BenchSummary, rows: Sequence[BenchSummary]) -> str:
     """Words for what differs between the places of a benchmark, in front of which a speedup stands."""
     words = (("domain", " on {}"), ("batch_size", " in a batch of {}"), ("context", " with prompts of {} tokens"),
              ("temperature", " at temperature {:g}"), ("batching", ", {}"))  # fmt: skip

@@ -21,7 +21,7 @@ from specexport_runtime.requests.layer_choice import LayerChoice, LayerRules, ch
 if TYPE_CHECKING:
     from specexport.bench.layer_agreement import WrittenText
     from specexport.bench.layer_costs import LayerCosts
-    from specexport.bench.layer_search import Found
+    from specexport.bench.layer_search import LayerSelection
     from specexport_runtime.engine import SpecEngine
 
 MOST_TEXTS = 32
@@ -38,7 +38,7 @@ class LayerSearchResult(NamedTuple):
     """What a search found."""
 
     layers: DraftLayers
-    rivals: Mapping[str, "Found"]  # what else was judged, by name
+    rivals: Mapping[str, "LayerSelection"]  # what else was judged, by name
     costs: "LayerCosts"
     num_tried: int  # choices
     seconds: float
@@ -117,7 +117,7 @@ def _search(
     engine: "SpecEngine", texts: "Sequence[WrittenText]", temperature: float, report: Callable[[str], None]
 ) -> LayerSearchResult:
     from specexport.bench.layer_agreement import AgreementReader, tokens_a_round
-    from specexport.bench.layer_costs import Promise, measure_costs
+    from specexport.bench.layer_costs import LayerPromise, measure_costs
     from specexport.bench.layer_search import LayerSearch
     from specexport_runtime.executors.base import BoolArray
     from specexport_runtime.packing.batch import ModelRunner
@@ -128,7 +128,7 @@ def _search(
     costs = measure_costs(runner, (texts[0].prompt * (lookahead + 1))[: lookahead + 1], lookahead)
     tried = 0
 
-    def judge(masks: Sequence[BoolArray]) -> list[Promise]:
+    def judge(masks: Sequence[BoolArray]) -> list[LayerPromise]:
         nonlocal tried
         tried += len(masks)
         report(f"{tried} choices of layers")

@@ -11,7 +11,7 @@ TOLERANCE = 0.01
 """The smallest K within this share of the fastest is chosen: a longer draft must be worth it."""
 
 
-class Summary(NamedTuple):
+class BenchSummary(NamedTuple):
     """One combination over all its repeats."""
 
     cell: Cell  # what was run
@@ -44,7 +44,7 @@ class Summary(NamedTuple):
     latency_p99: float  # 99 of 100 prompts have no more; between the slowest two where there are fewer
 
 
-def summarize(result: BenchResult) -> list[Summary]:
+def summarize(result: BenchResult) -> list[BenchSummary]:
     """Every combination, in the order of their first runs."""
     runs: dict[Cell, dict[int, RunRecord]] = {}
     for run in result.runs:
@@ -65,7 +65,7 @@ def _in_order(cells: Iterable[Cell]) -> list[Cell]:
     return [cell for key in sorted(groups, key=lambda key: domains.index(key[0])) for cell in groups[key]]
 
 
-def _summarize(cell: Cell, runs: dict[Cell, dict[int, RunRecord]], prompts: list[PromptRecord]) -> Summary:
+def _summarize(cell: Cell, runs: dict[Cell, dict[int, RunRecord]], prompts: list[PromptRecord]) -> BenchSummary:
     own = list(runs[cell].values())
     rates = [run.tokens_per_second for run in own]
     drafted, accepted = sum(p.drafted for p in prompts), sum(p.accepted for p in prompts)
@@ -79,7 +79,7 @@ def _summarize(cell: Cell, runs: dict[Cell, dict[int, RunRecord]], prompts: list
     phases = [run.phases for run in own]
     drafting = [(each["draft"] - each["draft_prefill"]) / each["draft_steps"] for each in phases if each["draft_steps"]]
     verifying = [each["verify"] / each["rounds"] for each in phases if each["rounds"]]
-    return Summary(
+    return BenchSummary(
         cell,
         tokens_per_second=median(rates),
         spread=(max(rates) - min(rates)) / median(rates) if len(rates) > 1 else None,
@@ -140,7 +140,7 @@ class Fastest(NamedTuple):
     """One method in one place: at one batch size, context, domain, temperature and way of batching."""
 
     cell: Cell  # with a K of 0
-    rows: Mapping[int, Summary]  # of every K that was measured; 0 is plain decoding
+    rows: Mapping[int, BenchSummary]  # of every K that was measured; 0 is plain decoding
 
     @property
     def rates(self) -> dict[int, float]:
@@ -158,7 +158,7 @@ class Fastest(NamedTuple):
         return self.rates[self.lookahead] / self.rates[0]
 
     @property
-    def drafting(self) -> Summary:
+    def drafting(self) -> BenchSummary:
         """The chosen K; where that is 0 the fastest that drafts: its rounds say why it is not chosen."""
         return self.rows[self.lookahead or max(filter(None, self.rows), key=self.rates.__getitem__)]
 
@@ -169,10 +169,10 @@ class Fastest(NamedTuple):
         return self.cell._asdict() | chosen | {"decode_tokens_per_second": rates}
 
 
-def find_fastest(rows: Sequence[Summary]) -> list[Fastest]:
+def find_fastest(rows: Sequence[BenchSummary]) -> list[Fastest]:
     """Of each method with several values of K, and of every bundle that is compared, in each place."""
     plain = {row.cell: row for row in rows if row.cell.drafter == "none"}
-    tried: dict[Cell, dict[int, Summary]] = {}
+    tried: dict[Cell, dict[int, BenchSummary]] = {}
     for row in rows:
         k, base = row.cell.num_speculative_tokens, plain.get(row.cell.plain)
         if k > 0 and base is not None:

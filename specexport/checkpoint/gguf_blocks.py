@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.passes.block_format import BOOKS
-from specexport.passes.block_weight import Blocks, Form, Spread, Stored
+from specexport.passes.block_weight import BlockForm, Blocks, Spread, Stored
 from specexport_runtime.executors.base import Float32Array
 
 Bytes = npt.NDArray[np.uint8]
@@ -22,7 +22,7 @@ _SUPER = 256  # weights of a super-block
 class Format(NamedTuple):
     """A block format."""
 
-    form: Form  # what its blocks become
+    form: BlockForm  # what its blocks become
     num_bytes: int  # of a stored block
     num_values: int  # weights of a stored block
     # Stored blocks [m, num_bytes] to codes [m, num_values], and what scales and offsets are made of
@@ -187,18 +187,18 @@ def _two_levels(shift: int) -> Spread:
 
 
 FORMATS = {
-    "Q4_0": Format(Form(4, 32, has_offsets=False), 18, 32, _q4_0, Spread(32)),
-    "Q4_1": Format(Form(4, 32, has_offsets=True), 20, 32, _q4_1, Spread(32, shift=8)),
-    "Q5_0": Format(Form(8, 32, has_offsets=False), 22, 32, _q5_0, Spread(32)),
-    "Q5_1": Format(Form(8, 32, has_offsets=True), 24, 32, _q5_1, Spread(32, shift=16)),
-    "Q8_0": Format(Form(8, 32, has_offsets=False), 34, 32, _q8_0, Spread(32)),
-    "Q2_K": Format(Form(4, 16, has_offsets=True), 84, _SUPER, _q2_k, _two_levels(2)),
-    "Q3_K": Format(Form(4, 16, has_offsets=False), 110, _SUPER, _q3_k, Spread(_SUPER, levels=True)),
-    "Q4_K": Format(Form(4, 32, has_offsets=True), 144, _SUPER, _q4_k, _two_levels(8)),
-    "Q5_K": Format(Form(8, 32, has_offsets=True), 176, _SUPER, _q5_k, _two_levels(16)),
-    "Q6_K": Format(Form(8, 16, has_offsets=False), 210, _SUPER, _q6_k, Spread(_SUPER, levels=True)),
-    "IQ4_NL": Format(Form(8, 32, has_offsets=False), 18, 32, _iq4_nl, Spread(32)),
-    "MXFP4": Format(Form(8, 32, has_offsets=False), 17, 32, _mxfp4, Spread(32, powers=True)),
-    "IQ4_XS": Format(Form(8, 32, has_offsets=False), 136, _SUPER, _iq4_xs, Spread(_SUPER, levels=True)),
+    "Q4_0": Format(BlockForm(4, 32, has_offsets=False), 18, 32, _q4_0, Spread(32)),
+    "Q4_1": Format(BlockForm(4, 32, has_offsets=True), 20, 32, _q4_1, Spread(32, shift=8)),
+    "Q5_0": Format(BlockForm(8, 32, has_offsets=False), 22, 32, _q5_0, Spread(32)),
+    "Q5_1": Format(BlockForm(8, 32, has_offsets=True), 24, 32, _q5_1, Spread(32, shift=16)),
+    "Q8_0": Format(BlockForm(8, 32, has_offsets=False), 34, 32, _q8_0, Spread(32)),
+    "Q2_K": Format(BlockForm(4, 16, has_offsets=True), 84, _SUPER, _q2_k, _two_levels(2)),
+    "Q3_K": Format(BlockForm(4, 16, has_offsets=False), 110, _SUPER, _q3_k, Spread(_SUPER, levels=True)),
+    "Q4_K": Format(BlockForm(4, 32, has_offsets=True), 144, _SUPER, _q4_k, _two_levels(8)),
+    "Q5_K": Format(BlockForm(8, 32, has_offsets=True), 176, _SUPER, _q5_k, _two_levels(16)),
+    "Q6_K": Format(BlockForm(8, 16, has_offsets=False), 210, _SUPER, _q6_k, Spread(_SUPER, levels=True)),
+    "IQ4_NL": Format(BlockForm(8, 32, has_offsets=False), 18, 32, _iq4_nl, Spread(32)),
+    "MXFP4": Format(BlockForm(8, 32, has_offsets=False), 17, 32, _mxfp4, Spread(32, powers=True)),
+    "IQ4_XS": Format(BlockForm(8, 32, has_offsets=False), 136, _SUPER, _iq4_xs, Spread(_SUPER, levels=True)),
 }
 """By ggml's name. All are exact up to the rounding of float32: no value is rounded to another integer."""

@@ -29,7 +29,7 @@ class Joined(NamedTuple):
     in_rows: bool = True
 
 
-class Layout(NamedTuple):
+class GgufLayout(NamedTuple):
     """How a file of an architecture has a model of transformers."""
 
     settings: Callable[[Said], dict[str, Any]]  # of the model's kind
@@ -96,21 +96,21 @@ def _third(number: int, config: Any, height: int) -> Rows:
 
 
 LAYOUTS = {
-    "glm4moe": Layout(glm, _BLOCK),
-    "deepseek2": Layout(
+    "glm4moe": GgufLayout(glm, _BLOCK),
+    "deepseek2": GgufLayout(
         deepseek,
         _BLOCK | _LATENT_NAMES,
         joined={"self_attn.kv_b_proj": Joined(("attn_k_b", "attn_v_b"), _latent, in_rows=False)},
         scales=False,
     ),
-    "qwen3next": Layout(
+    "qwen3next": GgufLayout(
         qwen_next,
         _BLOCK | _GATED_DELTA,
         {**dict.fromkeys(_CENTRED, _less_one), "ssm_a": lambda values: np.log(-values)},
         {"linear_attn.in_proj_qkvz": Joined(("attn_qkv", "attn_gate"), _delta)},
     ),
-    "gemma4": Layout(gemma, GEMMA_NAMES, scales=False),
-    "mimo2": Layout(
+    "gemma4": GgufLayout(gemma, GEMMA_NAMES, scales=False),
+    "mimo2": GgufLayout(
         mimo,
         _BLOCK | {"attn_sinks.weight": "self_attn.sinks"},
         joined={
@@ -128,7 +128,7 @@ def settings_of(reader: Any) -> dict[str, Any]:
 
 
 def name_within(names: Mapping[str, str], rest: str) -> str | None:
-    """The model's name, within its layer, of a tensor within a block; see ``Layout.names``."""
+    """The model's name, within its layer, of a tensor within a block; see ``GgufLayout.names``."""
     stem, _, ending = rest.rpartition(".")
     return names.get(rest) or (f"{names[stem]}.{ending}" if stem in names else None)
 

@@ -38,7 +38,7 @@ _FIXED = "default"  # what transformers leaves alone
 _FIRST = (0, 1, 7)
 
 
-class _Turn(NamedTuple):
+class _LengthRotary(NamedTuple):
     """One rotary embedding that depends on the length."""
 
     module: Any
@@ -80,13 +80,13 @@ def depends_on_length(model: Any) -> list[str]:
     return sorted({turn.rope_type for turn in _turns(model)} if modules else named)
 
 
-def _turns(model: Any) -> list[_Turn]:
+def _turns(model: Any) -> list[_LengthRotary]:
     found = []
     for module in model.modules():
         types = getattr(module, "rope_type", None)
         for kind, rope_type in (types if isinstance(types, dict) else {None: types}).items():
             if rope_type in BY_LENGTH:
-                found.append(_Turn(module, kind, rope_type, _original(module.config, kind, rope_type)))
+                found.append(_LengthRotary(module, kind, rope_type, _original(module.config, kind, rope_type)))
     return found
 
 
@@ -134,7 +134,7 @@ def hold_rope(model: Any, max_len: int) -> FixedRope | None:
     return FixedRope(max_len, "; ".join(texts)) if texts else None
 
 
-def _angles(turn: _Turn, positions: tuple[int, ...]) -> tuple[Tensor, ...]:
+def _angles(turn: _LengthRotary, positions: tuple[int, ...]) -> tuple[Tensor, ...]:
     named = {} if turn.kind is None else {"layer_type": turn.kind}
     found: tuple[Tensor, ...] = turn.module(torch.zeros(1), torch.tensor([positions]), **named)
     return tuple(each[0, : len(_FIRST)].clone() for each in found)
@@ -144,14 +144,14 @@ def _same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
-def _hold(turn: _Turn) -> None:
+def _hold(turn: _LengthRotary) -> None:
     if turn.kind is None:
         turn.module.rope_type = _FIXED
     else:
         turn.module.rope_type = {**turn.module.rope_type, turn.kind: _FIXED}
 
 
-def _describe(turn: _Turn, max_len: int) -> str:
+def _describe(turn: _LengthRotary, max_len: int) -> str:
     where = "" if turn.kind is None else f" of {turn.kind} layers"
     if turn.rope_type == "longrope":
         return f"longrope{where}: the {'long' if max_len > turn.original else 'short'} factors"

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specexport.passes.block_weight import Blocks, BlockWeight, Form
+from specexport.passes.block_weight import BlockForm, Blocks, BlockWeight
 from specexport_runtime.errors import CheckpointError
 
 Words = npt.NDArray[np.int32]
@@ -185,4 +185,4 @@ def _grouped(
     def read(rows: npt.NDArray[np.int64]) -> Blocks:
         return Blocks(contiguous[rows], spread[rows], None if offsets is None else offsets[rows])
 
-    return BlockWeight(kind, Form(bits, block, offsets is not None), (width, depth), stored, read)
+    return BlockWeight(kind, BlockForm(bits, block, offsets is not None), (width, depth), stored, read)

@@ -53,7 +53,7 @@ TEXT_LENS, FULL_TEXT_LENS = (20, 12), (64, 48)
 """Tokens of the texts that quantized engines read: what they lose shows only where the float model knows something."""
 
 
-class _Run(NamedTuple):
+class _GraphRun(NamedTuple):
     """What a graph gave in steps of one kind."""
 
     name: str  # of graph and steps, for messages
@@ -225,7 +225,7 @@ def _run(
     unpad_kv: bool = True,
     adapters: int = 0,
     full: bool = False,
-) -> list[_Run]:
+) -> list[_GraphRun]:
     """What one graph computes of the sequences in wide steps, in full one token at a time; then with each adapter."""
     from specexport_runtime.packing.batch import ModelRunner
 
@@ -233,7 +233,7 @@ def _run(
     narrow = f"{name}, one token at a time,"
     executor = _make_executor(folder, entry, sequences, unpad_kv=unpad_kv)
 
-    def read_all() -> list[_Run]:
+    def read_all() -> list[_GraphRun]:
         lengths = [len(sequence) for sequence in sequences]
         runner, runs = ModelRunner(executor, unpad_kv=unpad_kv), []
         kinds = [(_wide_steps(lengths), name), *([(_narrow_steps(lengths), narrow)] if full else [])]
@@ -258,7 +258,7 @@ def _run(
 
 def _read(
     runner: "ModelRunner", entry: ModelEntry, sequences: Sequence[Int64Array], steps: Sequence[Sequence[int]], name: str
-) -> _Run:
+) -> _GraphRun:
     from specexport_runtime.packing.batch import RowWork
 
     logits: list[Float32Array] = []
@@ -272,7 +272,7 @@ def _read(
         logits.append(np.array(runner.step(0, work)))
         for row, count in enumerate(counts):
             runner.kv.commit(row, runner.kv.kv_len(row) + count)
-    return _Run(name, np.concatenate(logits), places)
+    return _GraphRun(name, np.concatenate(logits), places)
 
 
 def _make_executor(folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], *, unpad_kv: bool) -> Executor:

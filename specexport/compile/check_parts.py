@@ -157,7 +157,7 @@ class PartedExecutor(Executor):
         }
 
 
-class Part(NamedTuple):
+class GraphPart(NamedTuple):
     """Some nodes of a graph that follow each other."""
 
     model: Any  # a protobuf model of them, without inputs
@@ -176,7 +176,7 @@ class Part(NamedTuple):
         return data
 
 
-def split_graph(path: Path) -> Iterator[Part]:
+def split_graph(path: Path) -> Iterator[GraphPart]:
     """Cut a graph's nodes, in order, into parts of ``PART_BYTES`` of weights; their file is not read."""
     import onnx
 
@@ -207,7 +207,7 @@ def split_graph(path: Path) -> Iterator[Part]:
             )
         )
         done = tuple(name for name in inputs if last_use[name] < stop)
-        yield Part(model, tuple(inputs), done)
+        yield GraphPart(model, tuple(inputs), done)
 
 
 def _constant_makers(nodes: Iterable[Any], weights: set[str]) -> dict[str, int]:

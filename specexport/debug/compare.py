@@ -9,7 +9,7 @@ import numpy as np
 from specexport.compile.closeness import divergence
 from specexport.debug.capture import CapturedStep
 from specexport.debug.graph import IN, NUDGE, EngineGraph, cut_graph, nudge_graph
-from specexport.debug.points import Pair, pair_points
+from specexport.debug.points import TensorPair, pair_points
 from specexport.debug.runs import Tensors, compare_outputs, make_runner, quiet, run_outputs
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
@@ -110,7 +110,7 @@ def compare_graphs(
     )
 
 
-def _check_layers(layers: Sequence[str], pairs: Sequence[Pair]) -> None:
+def _check_layers(layers: Sequence[str], pairs: Sequence[TensorPair]) -> None:
     for pattern in layers:
         if not any(_fits(pair.label, [pattern]) for pair in pairs):
             known = [pair.label for pair in pairs if pair.reference.key[0] != "name"]
@@ -125,7 +125,12 @@ def _fits(label: str, patterns: Sequence[str]) -> bool:
 
 
 def _own_tensors(
-    other: EngineGraph, step: CapturedStep, pairs: Sequence[Pair], right: Tensors, wrong: Tensors, num_threads: int
+    other: EngineGraph,
+    step: CapturedStep,
+    pairs: Sequence[TensorPair],
+    right: Tensors,
+    wrong: Tensors,
+    num_threads: int,
 ) -> Tensors:
     """What each tensor of the graph is if all that it is computed from is the reference's."""
     given = {pair.name: right[pair.reference.name].reshape(wrong[pair.name].shape) for pair in pairs}
@@ -138,7 +143,7 @@ def _own_tensors(
 def _effects(
     reference: EngineGraph,
     step: CapturedStep,
-    pairs: Sequence[Pair],
+    pairs: Sequence[TensorPair],
     right: Tensors,
     own: Tensors,
     num_threads: int,

@@ -45,7 +45,7 @@ class Point(NamedTuple):
     whole: Key | None = None  # key of the packed layer that it is a part of; None for what is whole
 
 
-class Pair(NamedTuple):
+class TensorPair(NamedTuple):
     """A tensor of the reference graph, and the same of the graph that is looked at."""
 
     reference: Point
@@ -57,7 +57,7 @@ class Pair(NamedTuple):
         return self.reference.label
 
 
-def pair_points(reference: EngineGraph, other: EngineGraph, *, same_names: bool) -> list[Pair]:
+def pair_points(reference: EngineGraph, other: EngineGraph, *, same_names: bool) -> list[TensorPair]:
     """The tensors that two graphs of a model have in common, in the order of the reference graph; logits come last."""
     if same_names:  # only one of the graphs may have gates to tell its stream by
         streams = reference.streams | other.streams
@@ -73,7 +73,7 @@ def pair_points(reference: EngineGraph, other: EngineGraph, *, same_names: bool)
     # Where q, k and v stay one tensor, the parts of a packed layer have no names.
     labels = {key: max(first[key].label, second[key].label, key=len) for key in common}
     once = {point.name: point for point in points}
-    return [Pair(point, second[point.key].name) for point in _numbered(list(once.values()), labels)]
+    return [TensorPair(point, second[point.key].name) for point in _numbered(list(once.values()), labels)]
 
 
 def find_points(source: EngineGraph) -> dict[Key, Point]:

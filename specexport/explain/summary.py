@@ -28,7 +28,7 @@ class Position(NamedTuple):
         return self.accepted / self.tested
 
 
-class Verdict(NamedTuple):
+class LookaheadVerdict(NamedTuple):
     """What the costs of steps say about K for one drafter, given the acceptance that was measured."""
 
     drafter: str
@@ -63,7 +63,7 @@ class Summary(NamedTuple):
     ends: dict[str, int]  # why drafts ended, and how often
     reasons: dict[str, int]  # why K was what it was, and how often
     positions: dict[str, list[Position]]  # tests of each draft position, by drafter
-    verdicts: list[Verdict]  # one for each drafter that drafted; empty without cost curves
+    verdicts: list[LookaheadVerdict]  # one for each drafter that drafted; empty without cost curves
     ways: list[Way]  # one for each drafter, or plain decoding, that was taken or weighed
 
     @property
@@ -129,11 +129,13 @@ def expected_tokens(positions: Sequence[Position], lookahead: int) -> float:
     return total
 
 
-def judge(drafter: str, positions: Sequence[Position], longest: int, verify: Seconds, draft: Seconds) -> Verdict:
+def judge(
+    drafter: str, positions: Sequence[Position], longest: int, verify: Seconds, draft: Seconds
+) -> LookaheadVerdict:
     """Compare every K up to ``longest`` by expected tokens per second; at least one of ``positions`` is needed."""
     plain = 1 / verify(0)
     goodput = [expected_tokens(positions, k) / (verify(k) + draft(k)) / plain for k in range(longest + 1)]
-    return Verdict(drafter, max(range(longest + 1), key=lambda k: (goodput[k], -k)), tuple(goodput))
+    return LookaheadVerdict(drafter, max(range(longest + 1), key=lambda k: (goodput[k], -k)), tuple(goodput))
 
 
 def summarize(

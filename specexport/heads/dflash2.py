@@ -41,7 +41,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class Shape(NamedTuple):
+class Dflash2Shape(NamedTuple):
     """What only these heads have."""
 
     causal: tuple[bool, ...]  # layers whose tokens see none behind them
@@ -75,7 +75,7 @@ class BlockConv(nn.Module):  # type: ignore[misc]  # torch is not followed
         return found
 
 
-class Selector(nn.Module):  # type: ignore[misc]
+class SelectorModule(nn.Module):  # type: ignore[misc]
     """The tables that score a token by the one in front of it."""
 
     def __init__(self, vocab_size: int, width: int, rank: int) -> None:
@@ -89,12 +89,12 @@ class MixingHead(BlockHead):
     """A head whose blocks are mixed along their rows, and whose logits a selector changes afterwards."""
 
     def __init__(self, config: HeadConfig) -> None:
-        shape: Shape = config.shape
+        shape: Dflash2Shape = config.shape
         super().__init__(config, shape.causal)
         for layer in self.body.layers:
             for part in ("attention", "mlp"):
                 layer.register_module(f"{part}_conv", BlockConv(config.hidden_size, shape.taps, shape.group))
-        self.candidate_selector = Selector(config.vocab_size, config.hidden_size, shape.rank)
+        self.candidate_selector = SelectorModule(config.vocab_size, config.hidden_size, shape.rank)
         self._before: list[tuple[Tensor, Tensor]] = []  # for each tap but the own row: which row, and whether it counts
 
     @property
@@ -169,7 +169,7 @@ def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
             raise CheckpointError(f"{files.name}: {key} is {value!r}, no number.", "fetch the head again.")
         return float(value)
 
-    shape = Shape(
+    shape = Dflash2Shape(
         causal,
         taps=size("conv_kernel_size", 2),
         group=size("conv_group_size", 16),

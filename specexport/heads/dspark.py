@@ -39,7 +39,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class Shape(NamedTuple):
+class DsparkShape(NamedTuple):
     """What only these heads have."""
 
     causal: tuple[bool, ...]  # layers whose tokens see none behind them
@@ -87,7 +87,7 @@ class CorrectedHead(BlockHead):
     """A head that fills blocks, with the tables that correct its logits."""
 
     def __init__(self, config: HeadConfig) -> None:
-        shape: Shape = config.shape
+        shape: DsparkShape = config.shape
         super().__init__(config, shape.causal)
         self.markov_head = MarkovHead(config)
         if shape.confidence is not None:
@@ -125,7 +125,7 @@ def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
     if value_of(files, "enable_confidence_head", "confidence_head.proj.weight" in files.shapes):
         confidence = "markov" if value_of(files, "confidence_head_with_markov", _reads_markov(files, config)) else ""
     rank = read_size(files, {"markov_rank": value_of(files, "markov_rank")}, "markov_rank", 256)
-    shape = Shape(causal, rank, kind, confidence, "confidence_head.proj.bias" in files.shapes)
+    shape = DsparkShape(causal, rank, kind, confidence, "confidence_head.proj.bias" in files.shapes)
     # Speculators' files say so where the first place guesses, those of the head's authors where it does not.
     anchor = bool(value_of(files, "sample_from_anchor", not is_named(files)))
     return replace(config, shape=shape, norm_output=True, from_anchor=anchor)

@@ -207,13 +207,13 @@ def unroll(head: DraftHead, tokens: Tensor, features: Tensor, lengths: Tensor, s
         positions = (places + step)[None].expand(count, -1)
         rotary = rotation(head.body, features, positions)
         mask = torch.cat([causal, *[diagonal] * step], dim=1)
-        state = head.hidden(head.embed(shifted).detach(), features, _Run(past, rotary, mask[None, None]))
+        state = head.hidden(head.embed(shifted).detach(), features, _LayerRun(past, rotary, mask[None, None]))
         logits, features = head.read(state)
         valid = places[None] + 1 + step < lengths[:, None]
         yield StepResult(logits, valid, 1 + step)
 
 
-class _Run:
+class _LayerRun:
     """Runs modules with attention over the keys and values of all steps so far."""
 
     def __init__(self, past: dict[int, tuple[Tensor, Tensor]], rotary: tuple[Tensor, Tensor], mask: Tensor) -> None:

@@ -13,7 +13,7 @@ from specexport_runtime.abi import OP_DOMAIN, OP_NAME, kv_slack
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from specexport.lowering.fuse_region import Probe, Region, Rotation
+    from specexport.lowering.fuse_region import Region, RegionProbe, Rotation
 
 ROTARY_ATTRIBUTE = "rotary_interleaved"
 """Marks an attention node that rotates q and k by two tables behind its other inputs; 1 if pairs are neighbours."""
@@ -41,7 +41,7 @@ class _Side(NamedTuple):
     """q or k of one attention: what is rotated, and how to run it."""
 
     region: "Region"
-    probe: "Probe"
+    probe: "RegionProbe"
 
 
 def fuse_rotary(
@@ -110,7 +110,7 @@ def _find_rotations(
 
 
 def _probe(ir_model: "ir.Model", node: "ir.Node", regions: "list[Region | None]") -> tuple[_Side, _Side] | None:
-    from specexport.lowering.fuse_region import Probe
+    from specexport.lowering.fuse_region import RegionProbe
 
     keys = node.inputs[3].shape  # type: ignore[union-attr]
     dim = None if keys is None else keys[4]
@@ -121,7 +121,7 @@ def _probe(ir_model: "ir.Model", node: "ir.Node", regions: "list[Region | None]"
         if region is None:
             return None
         try:
-            probe = Probe(region, ir_model.opset_imports[""], node.attributes[name].as_int(), dim)
+            probe = RegionProbe(region, ir_model.opset_imports[""], node.attributes[name].as_int(), dim)
         except ValueError:
             return None
         sides.append(_Side(region, probe))

@@ -24,7 +24,7 @@ Array = npt.NDArray[np.float32]
 class Region(NamedTuple):
     """The nodes between ``root``, which knows no position, and ``value``, an input of attention."""
 
-    root: "ir.Value"  # what is rotated, in a layout that ``Probe`` knows
+    root: "ir.Value"  # what is rotated, in a layout that ``RegionProbe`` knows
     value: "ir.Value"  # the result, [T, heads*D]
     # names of the values that depend on positions alone and meet the data: regions with the same tables rotate by the
     # same angles
@@ -93,7 +93,7 @@ def find_region(
     return None
 
 
-class Probe:
+class RegionProbe:
     """Runs a region on heads [rows, num_heads, head_dim]; ValueError if the layout of its root is not known."""
 
     def __init__(self, region: Region, opset: int, num_heads: int, head_dim: int) -> None:
@@ -153,7 +153,7 @@ def _widen(graph: "ir.Graph") -> None:
             value.type = ir.TensorType(whole)  # not its dtype: copies of a value share the type
 
 
-def measure_rotation(probe: Probe, rows: int, limit: int | None = None) -> Rotation | None:
+def measure_rotation(probe: RegionProbe, rows: int, limit: int | None = None) -> Rotation | None:
     """The tables of positions 0 … rows-1 (the last repeated behind ``limit``); None for no rotary embedding."""
     limit = rows if limit is None else min(rows, limit)
     dim = probe.dim
@@ -178,7 +178,7 @@ def measure_rotation(probe: Probe, rows: int, limit: int | None = None) -> Rotat
     return rotation if agrees(probe, rotation, limit) else None
 
 
-def agrees(probe: Probe, rotation: Rotation, limit: int | None = None) -> bool:
+def agrees(probe: RegionProbe, rotation: Rotation, limit: int | None = None) -> bool:
     """Whether the region does to random vectors what the tables say, at positions spread over all below ``limit``."""
     random = np.random.default_rng(0)
     rows = len(rotation.cos) if limit is None else min(limit, len(rotation.cos))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specexport.onnx_emit import Emitter, add_input, constant
-from specexport.passes.residual_blocks import Dataflow, Obstacle, ResidualBlock, ResidualBlocks
+from specexport.passes.residual_blocks import Dataflow, ResidualBlock, ResidualBlocks, SkipObstacle
 from specexport_runtime.abi import CONTEXT_ID, INPUT_IDS, LAYER_MASK, LOGIT_ROWS, SIMILARITY, WANT_SIMILARITY
 from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.executors.ort_gates import LAYER_ON
@@ -34,7 +34,7 @@ def _regions(graph: "ir.Graph", blocks: ResidualBlocks) -> "list[list[ir.Node]]"
     try:
         flow = Dataflow(graph)
         return [flow.branch_of(block)[1] for block in blocks.blocks]
-    except Obstacle as obstacle:
+    except SkipObstacle as obstacle:
         raise CheckFailedError(f"the lowered graph has no clean layers: {obstacle}.") from obstacle
 
 

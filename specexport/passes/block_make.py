@@ -12,7 +12,7 @@ import onnx_ir as ir
 from specexport.channel_ranges import FloatVector
 from specexport.onnx_emit import part_of
 from specexport.passes.base import sizes_of
-from specexport.passes.block_weight import Blocks, BlockWeight, Form, Rows, Spread, Stored
+from specexport.passes.block_weight import BlockForm, Blocks, BlockWeight, Rows, Spread, Stored
 from specexport.passes.quantize_sites import as_stored, channel_parts, too_large
 from specexport_runtime.executors.base import Float32Array
 
@@ -39,7 +39,7 @@ def int8_weight(tensor: ir.TensorProtocol, *, turned: bool, half: bool | None = 
     float weight is [N, K] if it is ``turned``, else [K, N]; K is filled up with zeros. Scales are float32 if ``half``
     is False, or None and a block is too small or too large for float16.
     """
-    form = Form(8, BLOCK, has_offsets=False)
+    form = BlockForm(8, BLOCK, has_offsets=False)
     half = fits_half(channel_parts(tensor, turned), INT8) if half is None else half
     kind, spread = (INT8, Spread(BLOCK)) if half else (IN_SINGLE[INT8], None)
     return _rounded("int8", kind, form, tensor, turned, partial(_eight_bits, half), spread)
@@ -53,7 +53,7 @@ def int4_weight(
     The float weight is as in :func:`int8_weight`. With the ``importance`` of each input, float32 [K], scales and zero
     points are searched for; None takes a block's extremes.
     """
-    form = Form(4, BLOCK, has_offsets=True)
+    form = BlockForm(4, BLOCK, has_offsets=True)
     half = fits_half(channel_parts(tensor, turned), INT4) if half is None else half
     kind = INT4 if half else IN_SINGLE[INT4]
     return _rounded("int4", kind, form, tensor, turned, partial(_four_bits, importance, half))
@@ -74,7 +74,7 @@ def fits_half(parts: Iterable[np.ndarray], format: str) -> bool:  # noqa: A002
 def _rounded(
     kind: str,
     format: str,  # noqa: A002
-    form: Form,
+    form: BlockForm,
     tensor: ir.TensorProtocol,
     turned: bool,
     make: Callable[[Float32Array], Blocks],

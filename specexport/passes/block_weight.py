@@ -12,7 +12,7 @@ from specexport_runtime.executors.base import Float32Array
 Rows = npt.NDArray[np.int64]
 
 
-class Form(NamedTuple):
+class BlockForm(NamedTuple):
     """What engines must know of a weight's blocks."""
 
     bits: int  # of an integer, 4 or 8
@@ -63,7 +63,7 @@ class BlockWeight:
     """A weight [N, K] in blocks along K."""
 
     kind: str  # the checkpoint's name of the format, for example ``"Q4_K"``
-    form: Form
+    form: BlockForm
     shape: tuple[int, int]  # N and K
     stored_bytes: int  # in the checkpoint
     read: Callable[[Rows], Blocks]  # gives the blocks of some rows

@@ -56,7 +56,7 @@ class ResidualBlocks(NamedTuple):
         return tuple(kinds)
 
 
-class Obstacle(Exception):  # noqa: N818 - an answer, not an error
+class SkipObstacle(Exception):  # noqa: N818 - an answer, not an error
     """What keeps a layer from being skipped, as a short phrase."""
 
 
@@ -102,15 +102,15 @@ class Dataflow:
         """
         add = block.total.producer()
         if add not in self.position or block.residual not in add.inputs or len(set(add.inputs)) != 2:
-            raise Obstacle(f"layer {block.layer}'s {block.kind} is not added to the residual stream")
+            raise SkipObstacle(f"layer {block.layer}'s {block.kind} is not added to the residual stream")
         branch = next(value for value in add.inputs if value is not block.residual and value is not None)
         region = self.before([branch], self.after([block.residual], self.position[add]))
         if branch.producer() not in region:
-            raise Obstacle(f"layer {block.layer}'s {block.kind} does not depend on the residual stream")
+            raise SkipObstacle(f"layer {block.layer}'s {block.kind} does not depend on the residual stream")
         allowed = region | {add}
         made = [block.residual, *(value for node in region for value in node.outputs)]
         if any(node not in allowed for value in made for node in self.readers.get(value, ())):
-            raise Obstacle(_LEAK.format(layer=block.layer, kind=block.kind))
+            raise SkipObstacle(_LEAK.format(layer=block.layer, kind=block.kind))
         return branch, sorted(region, key=self.position.__getitem__)
 
 
@@ -132,17 +132,17 @@ def find_residual_blocks(ir_model: ir.Model) -> ResidualBlocks:
     blocks: list[ResidualBlock] = []
     try:
         if not mixers:
-            raise Obstacle("the model has no layer with attention or a recurrence")
+            raise SkipObstacle("the model has no layer with attention or a recurrence")
         while rest:
             layer = blocks[-1].layer + 1 if blocks else 0
             mixer, own = _mixer_block(flow, layer, rest[0], mixers)
             if blocks and mixer.residual is not _through_views(flow, blocks[-1].total):
-                raise Obstacle(f"layer {layer} does not read the residual stream as layer {layer - 1} left it")
+                raise SkipObstacle(f"layer {layer} does not read the residual stream as layer {layer - 1} left it")
             mlp = _mlp_block(flow, mixer, mixers)
             blocks += [mixer] if mlp is None else [mixer, mlp]
             rest = [node for node in rest if node not in own]
         _check_caches(flow, ir_model.graph, blocks, mixers)
-    except Obstacle as obstacle:
+    except SkipObstacle as obstacle:
         return ResidualBlocks(str(obstacle))
     return ResidualBlocks(None, tuple(blocks))
 
@@ -176,7 +176,7 @@ def _mixer_block(
         for residual in add.inputs:
             if residual is not None and residual.producer() in before:
                 return _checked_mixer(flow, ResidualBlock(mixers[first], layer, residual, add.outputs[0]), mixers)
-    raise Obstacle(f"layer {layer}'s {mixers[first]} is not added to the residual stream")
+    raise SkipObstacle(f"layer {layer}'s {mixers[first]} is not added to the residual stream")
 
 
 def _checked_mixer(
@@ -190,7 +190,7 @@ def _checked_mixer(
     for add in flow.before([branch], after):
         sources = {value.producer() for value in add.inputs if value is not None} - after
         if _is_add(add) and sources & from_stream:
-            raise Obstacle(_parallel(block.layer))
+            raise SkipObstacle(_parallel(block.layer))
     kinds = {mixers[node] for node in own}
     return block._replace(kind="attention and recurrence" if len(kinds) > 1 else block.kind), own
 
@@ -199,12 +199,12 @@ def _any_branch(flow: Dataflow, block: ResidualBlock) -> tuple[ir.Value, list[ir
     """As ``branch_of``; a stream that is read again after the attention was added names the parallel form."""
     try:
         return flow.branch_of(block)
-    except Obstacle as obstacle:
+    except SkipObstacle as obstacle:
         add = block.total.producer()
         joined = [node for node in flow.readers.get(block.total, ()) if _is_add(node)]
         others = flow.after([block.residual]) - flow.after([block.total])
         beside = {value.producer() for node in joined for value in node.inputs if value is not None} - {add}
-        raise (Obstacle(_parallel(block.layer)) if beside & others else obstacle) from None
+        raise (SkipObstacle(_parallel(block.layer)) if beside & others else obstacle) from None
 
 
 def _mlp_block(flow: Dataflow, mixer: ResidualBlock, mixers: dict[ir.Node, GateKind]) -> ResidualBlock | None:
@@ -217,7 +217,7 @@ def _mlp_block(flow: Dataflow, mixer: ResidualBlock, mixers: dict[ir.Node, GateK
         sums = {node for node in later if _is_add(node) and all(x and x.producer() in later for x in node.inputs)}
         passed = next((node for node in readers if sums & flow.after(node.outputs)), None)
         if passed is not None:  # the last norm and the LM head add nothing but constants
-            raise Obstacle(f"layer {layer} passes the residual stream itself through {passed.op_type}")
+            raise SkipObstacle(f"layer {layer} passes the residual stream itself through {passed.op_type}")
         return None
     block = ResidualBlock("MLP", layer, stream, add.outputs[0])
     after = flow.after([stream], flow.position[add]) & flow.before(flow.reads[add])
@@ -233,11 +233,11 @@ def _check_caches(
         inside = set(region)
         own = mixers.keys() & inside
         if sum(mixers[node] == "attention" for node in own) > 1:
-            raise Obstacle(f"layer {block.layer}'s {block.kind} holds the attention of another layer")
+            raise SkipObstacle(f"layer {block.layer}'s {block.kind} holds the attention of another layer")
         caches = {value for node in own for value in node.outputs}
         given = {value for value in graph.outputs if value.producer() in inside}
         if given - caches or any(value in flow.readers for value in given):
-            raise Obstacle(_LEAK.format(layer=block.layer, kind=block.kind))
+            raise SkipObstacle(_LEAK.format(layer=block.layer, kind=block.kind))
 
 
 def _through_views(flow: Dataflow, stream: ir.Value) -> ir.Value:

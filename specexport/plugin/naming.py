@@ -20,7 +20,7 @@ NAMESPACE = "specexport"
 """Namespace of the plugins; a node names it in its attribute ``plugin_namespace``."""
 
 
-class _Part(NamedTuple):
+class _NamePart(NamedTuple):
     letter: str
     attribute: str
     encode: Callable[[Any], str]
@@ -37,14 +37,14 @@ def _hex_to_float(text: str) -> float:
 
 
 _PARTS = (
-    _Part("q", "num_heads", str, int),
-    _Part("h", "kv_num_heads", str, int),
-    _Part("d", "head_size", str, int),
-    _Part("v", "v_head_size", str, int),
-    _Part("x", "scale", _float_to_hex, _hex_to_float),
-    _Part("w", "window", str, int),
-    _Part("c", "softcap", _float_to_hex, _hex_to_float),
-    _Part("n", "num_splits", str, int),
+    _NamePart("q", "num_heads", str, int),
+    _NamePart("h", "kv_num_heads", str, int),
+    _NamePart("d", "head_size", str, int),
+    _NamePart("v", "v_head_size", str, int),
+    _NamePart("x", "scale", _float_to_hex, _hex_to_float),
+    _NamePart("w", "window", str, int),
+    _NamePart("c", "softcap", _float_to_hex, _hex_to_float),
+    _NamePart("n", "num_splits", str, int),
 )
 _FLAGS = ("tree", "sinks")
 _BY_LETTER = {part.letter: part for part in _PARTS}

@@ -26,7 +26,7 @@ _DOUBT_S = 30.0
 """Seconds of building that say as much of this machine's speed as what the table says."""
 
 
-class Estimate:
+class TimeEstimate:
     """What is left of a build, by its stages' usual shares and by how long those took that are done."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -77,7 +77,7 @@ def describe_seconds(seconds: float) -> str:
 @contextlib.contextmanager
 def show_estimate(stream: TextIO, name: str, sizes: Mapping[str, int]) -> Iterator[Progress]:
     """A progress callback for the build of ``name`` from files of ``sizes`` (bytes of each role)."""
-    estimate, begin = Estimate(sizes), time.monotonic()
+    estimate, begin = TimeEstimate(sizes), time.monotonic()
     if stream.isatty():
         with _line(stream, name, estimate):
             yield estimate.on_event
@@ -90,7 +90,7 @@ def show_estimate(stream: TextIO, name: str, sizes: Mapping[str, int]) -> Iterat
 
 
 @contextlib.contextmanager
-def _line(stream: TextIO, name: str, estimate: Estimate) -> Iterator[None]:
+def _line(stream: TextIO, name: str, estimate: TimeEstimate) -> Iterator[None]:
     from rich.console import Console
     from rich.progress import Progress as Lines
     from rich.progress import ProgressColumn

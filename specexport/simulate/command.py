@@ -64,7 +64,7 @@ def compute_row(accuracy: float, batch_size: int, study: _Row, index: int = 0) -
     from specexport.simulate import model
 
     beta = {name: study[name] for name in ("hit_rate", "concentration")}
-    cost, longest = model.StepCost(study["cost_ratio"], study["token_cost"]), study["max_draft_length"]
+    cost, longest = model.StepPrice(study["cost_ratio"], study["token_cost"]), study["max_draft_length"]
     drafts = model.Drafts(accuracy, study["draft_length"], **beta)
     exact = model.batch_padding(accuracy, batch_size, drafts.draft_length, **beta)
     rounds = model.simulate_rounds(drafts, batch_size, samples=study["samples"], seed=(study["seed"], index, 0))

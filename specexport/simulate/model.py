@@ -44,7 +44,7 @@ class Padding(NamedTuple):
         return self.padding / self.accepted
 
 
-class StepCost(NamedTuple):
+class StepPrice(NamedTuple):
     """Prices: a target step over T tokens costs ``1 + token_cost * T``, and reading a cache nothing."""
 
     cost_ratio: float = 0.0  # c, a draft step over a plain target step of the same batch; K are paid a round
@@ -100,7 +100,7 @@ def batch_padding(accuracy: float, batch_size: int, draft_length: int, **model: 
 
 
 def expected_speedup(
-    accuracy: float, draft_length: int, cost: StepCost, *, batch_size: int = 1, hit_rate: float = 1.0, **model: Any
+    accuracy: float, draft_length: int, cost: StepPrice, *, batch_size: int = 1, hit_rate: float = 1.0, **model: Any
 ) -> Speedup:
     """Expected speedups: E[A] over the cost of a round; ``model`` as :func:`survival`."""
     check(batch_size >= 1, f"The batch size is {batch_size}.")
@@ -113,7 +113,7 @@ def expected_speedup(
     return Speedup(*(accepted / (draft_length * cost.cost_ratio + step) for step in verify))
 
 
-def best_draft_length(accuracy: float, cost: StepCost, *, max_draft_length: int, **model: Any) -> int:
+def best_draft_length(accuracy: float, cost: StepPrice, *, max_draft_length: int, **model: Any) -> int:
     """The K of 1..max_draft_length with the highest unpadded speedup; 0 if none is faster than plain decoding."""
     check(max_draft_length >= 1, f"The largest draft length is {max_draft_length}.")
     lengths = range(1, max_draft_length + 1)

@@ -23,7 +23,7 @@ def activation_ranges(checkpoint: Checkpoint, pieces: Sequence[npt.NDArray[np.in
     from transformers.pytorch_utils import Conv1D
 
     model: Any = checkpoint.model
-    seen: dict[str, _Seen] = {}
+    seen: dict[str, _LayerInputs] = {}
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(WEIGHT_PREFIX + name)
@@ -38,7 +38,7 @@ def activation_ranges(checkpoint: Checkpoint, pieces: Sequence[npt.NDArray[np.in
         rest = rows.unflatten(0, now)[:, 1:].flatten(0, 1) if texts else rows[1:]
         if len(rest):
             for name in names[id(module.weight)]:
-                seen.setdefault(name, _Seen(rows.shape[-1])).add(first, rest)
+                seen.setdefault(name, _LayerInputs(rows.shape[-1])).add(first, rest)
         if module is head:
             raise _EnoughError
 
@@ -56,7 +56,7 @@ def activation_ranges(checkpoint: Checkpoint, pieces: Sequence[npt.NDArray[np.in
     return {name: found.ranges() for name, found in seen.items()}
 
 
-class _Seen:
+class _LayerInputs:
     """What a layer has read so far."""
 
     def __init__(self, depth: int) -> None:

@@ -84,7 +84,7 @@ class HeadStudent:
         return divergence(result.logits, wanted, result.valid)
 
 
-class HeadPlan:
+class HeadTrainingPlan:
     """How a head is made of a target. See :class:`specexport.train.student.Plan`.
 
     ``texts`` are token ids that the target wrote: the tokens of the LM head are counted there.

@@ -81,7 +81,7 @@ def wide_divergence(hidden: Tensor, wanted: Tensor, read: Read, vocab_size: int)
     return loss
 
 
-class Comparison(NamedTuple):
+class DraftComparison(NamedTuple):
     """A draft's distributions beside the target's."""
 
     drafted: Tensor  # best token ids of the draft, int64 [n]
@@ -90,16 +90,16 @@ class Comparison(NamedTuple):
     loss: Tensor  # cross entropy of the draft's distribution under the target's, nats, float32 [n]
 
 
-def compare(hidden: Tensor, wanted: Tensor, read: Read, vocab_size: int) -> Comparison:
+def compare(hidden: Tensor, wanted: Tensor, read: Read, vocab_size: int) -> DraftComparison:
     """What the draft would do at each place; see :func:`wide_divergence` for the arguments."""
     rows = _rows(vocab_size)
-    found: list[Comparison] = []
+    found: list[DraftComparison] = []
     with torch.no_grad():
         for ours, theirs in zip(hidden.split(rows), wanted.split(rows), strict=True):
             log_q, p = read(ours).float().log_softmax(-1), read(theirs).float().softmax(-1)
             overlap, loss = torch.minimum(log_q.exp(), p).sum(-1), -(p * log_q).sum(-1)
-            found.append(Comparison(log_q.argmax(-1), p.argmax(-1), overlap, loss))
-    return Comparison(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+            found.append(DraftComparison(log_q.argmax(-1), p.argmax(-1), overlap, loss))
+    return DraftComparison(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
 def _rows(vocab_size: int) -> int:

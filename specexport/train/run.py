@@ -315,9 +315,9 @@ def _card(options: TrainOptions, result: Trained, described: Any) -> str:
 def find_plan(kind: str) -> Callable[..., "Plan"]:
     """What makes a draft of a kind, from options, target and texts."""
     if kind in HEAD_KINDS:
-        from specexport.train.head import HeadPlan
+        from specexport.train.head import HeadTrainingPlan
 
-        return HeadPlan
+        return HeadTrainingPlan
     from specexport.train.pruned import PrunedPlan
 
     return PrunedPlan

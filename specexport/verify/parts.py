@@ -10,7 +10,7 @@ from specexport.verify.greedy import GreedyResult, check_greedy
 from specexport.verify.neighbours import check_neighbours
 from specexport.verify.perplexity import PerplexityResult, compare_perplexity, count_predicted, score_engine
 from specexport.verify.references import References, roles_of
-from specexport.verify.report import Part, PartStatus
+from specexport.verify.report import PartStatus, ReportPart
 from specexport.verify.sampling import check_sampling
 from specexport.verify.tensors import TensorResult, check_tensors, make_sequences
 from specexport.verify.tolerance import step_tolerance, text_limits
@@ -28,7 +28,7 @@ class _Judged(Protocol):
     def passed(self) -> bool: ...
 
 
-def run_tensors(engine: SpecEngine, manifest: Manifest, references: References, clock: StageClock) -> Part | None:
+def run_tensors(engine: SpecEngine, manifest: Manifest, references: References, clock: StageClock) -> ReportPart | None:
     """Compare the logits of each engine that is no approximation; None if there is no such engine."""
     roles = [role for role in roles_of(manifest) if manifest.models[role].approximation is None]
     if not roles:
@@ -52,7 +52,7 @@ def run_tensors(engine: SpecEngine, manifest: Manifest, references: References, 
                 )
             )
     missing = [references.missing[role] for role in roles if role in references.missing]
-    return Part("tensors", _status(results, missing), " ".join(missing) or None, tuple(results))
+    return ReportPart("tensors", _status(results, missing), " ".join(missing) or None, tuple(results))
 
 
 def run_perplexity(
@@ -63,7 +63,7 @@ def run_perplexity(
     roles: Sequence[str],
     windows: Sequence[Sequence[int]],
     clock: StageClock,
-) -> Part | None:
+) -> ReportPart | None:
     """Compare the loss of each of ``roles`` with the float model's; None if there are none."""
     if not roles:
         return None
@@ -91,10 +91,12 @@ def run_perplexity(
             )
         )
     missing = [references.missing[role] for role in roles if role in references.missing]
-    return Part("perplexity", _status(results, missing), " ".join(missing) or None, tuple(results))
+    return ReportPart("perplexity", _status(results, missing), " ".join(missing) or None, tuple(results))
 
 
-def run_neighbours(engine: SpecEngine, manifest: Manifest, prompts: Sequence[Sequence[int]], clock: StageClock) -> Part:
+def run_neighbours(
+    engine: SpecEngine, manifest: Manifest, prompts: Sequence[Sequence[int]], clock: StageClock
+) -> ReportPart:
     """Compare the target's logits with its own: a token alone in a step against the same token beside others."""
     entry = manifest.models["target"]
     with clock.stage("neighbours", "target"):
@@ -108,7 +110,7 @@ def run_neighbours(engine: SpecEngine, manifest: Manifest, prompts: Sequence[Seq
             lookahead=manifest.lookahead,
             tolerance=step_tolerance(entry.backend, entry.dtype, len(entry.attention.layers)),
         )
-    return Part("neighbours", _status([result], ()), None, (result,))
+    return ReportPart("neighbours", _status([result], ()), None, (result,))
 
 
 def _executor(engine: SpecEngine, role: str) -> Executor | None:
@@ -128,13 +130,13 @@ def run_greedy(
     *,
     max_tokens: int,
     tolerance: float = 0.0,
-) -> Part:
+) -> ReportPart:
     """Compare speculative with plain greedy decoding."""
     with clock.stage("greedy"):
         result, reason = _attempt(lambda: check_greedy(engine, prompts, max_tokens=max_tokens, tolerance=tolerance))
     if result is None:
-        return Part("greedy", "failed", reason, ())
-    return Part("greedy", "passed" if result.passed else "failed", None, (result,))
+        return ReportPart("greedy", "failed", reason, ())
+    return ReportPart("greedy", "passed" if result.passed else "failed", None, (result,))
 
 
 def run_sampling(
@@ -145,7 +147,7 @@ def run_sampling(
     *,
     num_samples: int,
     seed: int,
-) -> Part:
+) -> ReportPart:
     """Compare sampled output with the target's distribution."""
     with clock.stage("sampling"):
         result, reason = _attempt(
@@ -159,12 +161,12 @@ def run_sampling(
             )
         )
     if result is None:
-        return Part("sampling", "failed", reason, ())
+        return ReportPart("sampling", "failed", reason, ())
     if not result.passed:
-        return Part("sampling", "failed", None, (result,))
+        return ReportPart("sampling", "failed", None, (result,))
     if not result.has_power:
-        return Part("sampling", "skipped", "the target is certain of every token: nothing to test.", (result,))
-    return Part("sampling", "passed", None, (result,))
+        return ReportPart("sampling", "skipped", "the target is certain of every token: nothing to test.", (result,))
+    return ReportPart("sampling", "passed", None, (result,))
 
 
 def _attempt(check: Callable[[], _Result]) -> tuple[_Result | None, str | None]:

@@ -24,7 +24,7 @@ Result = TensorResult | PerplexityResult | NeighbourResult | GreedyResult | Samp
 
 
 @dataclass(frozen=True)
-class Part:
+class ReportPart:
     """One part of a verification."""
 
     name: str  # ``"tensors"``, ``"perplexity"``, ``"neighbours"``, ``"greedy"`` or ``"sampling"``
@@ -44,7 +44,7 @@ class VerifyReport:
     options: Mapping[str, Any]  # what decides the result: prompts, tokens, samples, seed
     seconds: Mapping[str, float]  # of each stage
     # by perplexity only approximations are compared (all, if a text was given), by logits only the others
-    parts: tuple[Part, ...]
+    parts: tuple[ReportPart, ...]
 
     @property
     def status(self) -> Status:

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from specexport_runtime import SamplingParams
 from specexport_runtime.chat import session
 from specexport_runtime.chat.lines import Entry, read_entry
-from specexport_runtime.chat.session import ChatOptions, Session, Thinking
+from specexport_runtime.chat.session import ChatOptions, Session, ThinkingTags
 from specexport_runtime.chat.slips import Slips
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.intake.chat import render_chat
@@ -197,7 +197,7 @@ def test_what_is_no_conversation_is_neither_loaded_nor_replaced(chat, tmp_path, 
 
 @pytest.mark.parametrize("tags", ["", "<think>hm</think>"])
 def test_thinking_is_told_from_what_is_said(tags):
-    thinking = Thinking(begun=not tags)
+    thinking = ThinkingTags(begun=not tags)
     pieces = ["<th", "ink>", "hm", "</", "think", ">", "\n", "so", "<think>a</think>", "b"]
     dim = [thinking(piece) for piece in (pieces if tags else pieces[2:])]
     wanted = [False, True, True, True, True, True, False, False, False, False]

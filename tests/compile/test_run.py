@@ -454,7 +454,7 @@ def test_the_child_ends_with_its_parent_and_clears_away(tmp_path: Path) -> None:
 def test_an_estimate_falls_and_never_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(estimate.time, "monotonic", lambda: now[0])
-    made = estimate.Estimate({"target": 10**9, "draft": 10**8})
+    made = estimate.TimeEstimate({"target": 10**9, "draft": 10**8})
     whole = made.seconds_left()
     stages = [(role, stage) for role in ("target", "draft") for stage in estimate.SECONDS]
     left = []

@@ -13,7 +13,7 @@ from specexport.passes.block_format import (
     packed_shape,
     unpack,
 )
-from specexport.passes.block_weight import Blocks, BlockWeight, Form, join
+from specexport.passes.block_weight import BlockForm, Blocks, BlockWeight, join
 from tests.support.cases.linear_cases import CODES, random_weight
 from tests.support.models.tiny_gguf import make_weight
 from tests.support.references.block_arithmetic import quantize_activations, reference
@@ -81,7 +81,7 @@ def grouped(bits: int, block: int, scale: np.dtype, *, zeros: bool) -> BlockWeig
     def read(rows: np.ndarray) -> Blocks:
         return Blocks(codes[rows], scales[rows], None if offsets is None else offsets[rows])
 
-    return BlockWeight("GPTQ", Form(bits, block, zeros), (40, 256), 0, read)
+    return BlockWeight("GPTQ", BlockForm(bits, block, zeros), (40, 256), 0, read)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from specexport_runtime.intake.answer_reader import AnswerReader, AnswerSyntax, ThinkingMarks, read_parts
-from specexport_runtime.intake.tool_formats.base import Arguments, Broken, CallBegin, Content, Reasoning
+from specexport_runtime.intake.tool_formats.base import Arguments, Broken, CallBegin, Content, ReasoningSpan
 from specexport_runtime.intake.tool_formats.families import FORMATS
 from tests.support.cases import chance
 
@@ -68,7 +68,7 @@ def read_in_pieces(syntax, text, draw, *, is_cut=False):
         events += reader.take(piece)
     events += reader.finish(is_cut=is_cut)
     content = "".join(event.text for event in events if isinstance(event, Content))
-    reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningSpan))
     calls = []
     for event in events:
         if isinstance(event, CallBegin):

@@ -11,7 +11,7 @@ from specexport_runtime import SamplingParams
 from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.queue import LEAST_TURN, NEARLY_DONE, WHOLE_TURN, WaitingQueue, whom_to_pause
 from specexport_runtime.decoding.rows import Slots
-from specexport_runtime.decoding.schedule import REREAD_CHUNK, Reading, Scheduler, go_alone, share_tokens
+from specexport_runtime.decoding.schedule import REREAD_CHUNK, PromptReading, Scheduler, go_alone, share_tokens
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError
@@ -188,7 +188,7 @@ def test_some_are_never_paused():
 def reading(index, unread, owner="a", priority=0, *, late=False):
     seq = sequence(index, owner, priority, length=unread)
     seq.row = index
-    return Reading(seq, unread, unread, late)
+    return PromptReading(seq, unread, unread, late)
 
 
 def test_owners_share_a_step_equally_and_each_reads_one_prompt_after_the_other():

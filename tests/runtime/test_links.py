@@ -11,7 +11,7 @@ import pytest
 
 from specexport.debug.graph import load_graph
 from specexport.debug.runs import _open
-from specexport.verify.report import Part, VerifyReport, record_report
+from specexport.verify.report import ReportPart, VerifyReport, record_report
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.files import check_files, hash_files
 from specexport_runtime.bundle.manifest import load_manifest
@@ -131,7 +131,7 @@ def test_a_report_is_never_written_through_a_link(bundle: Path, tmp_path: Path) 
     for day in ("01", "02"):
         report = VerifyReport(
             bundle="demo", build_key=load_manifest(linked).build_key, date=f"2026-01-{day}T00:00:00+00:00", tools={},
-            options={}, seconds={}, parts=(Part("greedy", "passed", None, ()),),
+            options={}, seconds={}, parts=(ReportPart("greedy", "passed", None, ()),),
         )  # fmt: skip
         record_report(linked, report)
         check_files(linked, load_manifest(linked).files)

@@ -12,7 +12,7 @@ from scipy import special
 from specexport.simulate import model
 from specexport_runtime.errors import UserInputError
 
-FREE = model.StepCost()
+FREE = model.StepPrice()
 accuracies = st.floats(0, 1)
 batch_sizes = st.integers(1, 40)
 draft_lengths = st.integers(1, 12)
@@ -82,20 +82,20 @@ def test_speedup_with_costs_by_hand():
     for accuracy, draft_length, tokens in ((0.6, 2, 1.96), (0.8, 5, 3.69), (0.9, 10, 6.86)):
         assert model.expected_speedup(accuracy, draft_length, FREE).unpadded == pytest.approx(tokens, abs=0.005)
     # a = 1/2, K = 1: 1.5 tokens. Draft steps at 1/4 of a target step: 1.5 / 1.25.
-    assert model.expected_speedup(0.5, 1, model.StepCost(cost_ratio=0.25)).unpadded == pytest.approx(1.2)
+    assert model.expected_speedup(0.5, 1, model.StepPrice(cost_ratio=0.25)).unpadded == pytest.approx(1.2)
     # b = 2, token cost 1/2: a plain step costs 2, the verify step over 4 tokens 3: 1.5 / 1.5.
-    assert model.expected_speedup(0.5, 1, model.StepCost(token_cost=0.5), batch_size=2) == pytest.approx((1.0, 1.0))
+    assert model.expected_speedup(0.5, 1, model.StepPrice(token_cost=0.5), batch_size=2) == pytest.approx((1.0, 1.0))
     # Half of two sequences find a draft: 1.25 tokens; 3 tokens in the input, or 3.5 padded: 2.5 and 2.75 over 2.
-    half = model.expected_speedup(0.5, 1, model.StepCost(token_cost=0.5), batch_size=2, hit_rate=0.5)
+    half = model.expected_speedup(0.5, 1, model.StepPrice(token_cost=0.5), batch_size=2, hit_rate=0.5)
     assert half == pytest.approx((1.25 / 1.25, 1.25 / 1.375))
 
 
-@pytest.mark.parametrize("cost", [model.StepCost(0.1), model.StepCost(0.02, 0.05), model.StepCost(0.9), FREE])
+@pytest.mark.parametrize("cost", [model.StepPrice(0.1), model.StepPrice(0.02, 0.05), model.StepPrice(0.9), FREE])
 def test_best_draft_length_is_the_best(cost):
     speedups = {k: model.expected_speedup(0.8, k, cost, batch_size=4).unpadded for k in range(1, 13)}
     best = model.best_draft_length(0.8, cost, max_draft_length=12, batch_size=4)
     assert max(speedups.values()) == speedups[best] > 1 if best else max(speedups.values()) <= 1
-    assert best == {model.StepCost(0.9): 0, FREE: 12}.get(cost, best)
+    assert best == {model.StepPrice(0.9): 0, FREE: 12}.get(cost, best)
     assert model.best_draft_length(0.0, cost, max_draft_length=12) == 0
 
 
@@ -109,8 +109,8 @@ def test_best_draft_length_is_the_best(cost):
         lambda: model.batch_padding(0.5, 2, 3, concentration=0.0),
         lambda: model.mixed_padding([], 3),
         lambda: model.mixed_padding([0.5, 2.0], 3),
-        lambda: model.expected_speedup(0.5, 3, model.StepCost(-1.0)),
-        lambda: model.expected_speedup(0.5, 3, model.StepCost(0.0, math.inf)),
+        lambda: model.expected_speedup(0.5, 3, model.StepPrice(-1.0)),
+        lambda: model.expected_speedup(0.5, 3, model.StepPrice(0.0, math.inf)),
         lambda: model.expected_speedup(0.5, 3, FREE, batch_size=0),
         lambda: model.best_draft_length(0.5, FREE, max_draft_length=0),
         *(

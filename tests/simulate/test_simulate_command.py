@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from specexport.atomic import write_file
 from specexport.cli import main
-from specexport.simulate.model import StepCost, batch_padding, best_draft_length, expected_speedup
+from specexport.simulate.model import StepPrice, batch_padding, best_draft_length, expected_speedup
 from specexport_runtime.errors import UserInputError
 from tests.support.cases.refusals import line_of
 
@@ -37,7 +37,7 @@ def test_json_record_is_complete_and_repeatable(tmp_path):
     row = found["rows"][3]
     exact = batch_padding(0.8, 4, 7, hit_rate=0.6)
     assert row["exact"] == exact._asdict() | {"ratio": exact.ratio}
-    cost = StepCost(0.01, 0.05)
+    cost = StepPrice(0.01, 0.05)
     assert row["speedup"] == expected_speedup(0.8, 7, cost, batch_size=4, hit_rate=0.6)._asdict()
     assert row["best_draft_length"] == best_draft_length(0.8, cost, max_draft_length=16, batch_size=4, hit_rate=0.6)
     ratio = row["simulated"]["ratio"]
@@ -102,7 +102,7 @@ def test_the_model_fits_what_ems_sd_measured():
     plain = np.array([79.44, 137.49, 257.37, 468.89, 774.59, 936.45])
     ems_sd = np.array([3.94, 3.50, 2.83, 2.17, 1.63, 1.41])
     slope, fixed = np.polyfit(batch, batch / plain, 1)
-    cost = StepCost(token_cost=slope / fixed)
+    cost = StepPrice(token_cost=slope / fixed)
 
     def error(point):
         accuracy, hit_rate = point

@@ -14,7 +14,7 @@ from specexport.progress import StageClock
 from specexport.verify.command import describe
 from specexport.verify.greedy import check_greedy
 from specexport.verify.parts import run_greedy, run_sampling
-from specexport.verify.report import REPORT_NAME, Part, VerifyReport, record_report
+from specexport.verify.report import REPORT_NAME, ReportPart, VerifyReport, record_report
 from specexport.verify.sampling import SETTINGS, check_sampling
 from specexport.verify.tensors import TensorCase, TensorResult
 from specexport_runtime.bundle.files import check_files, hash_files
@@ -31,7 +31,7 @@ BAD = TensorResult(
 
 
 def make_report(*parts, date="2026-01-02T03:04:05+00:00"):
-    parts = parts or (Part("tensors", "passed", None, (GOOD,)), Part("greedy", "passed", None, ()))
+    parts = parts or (ReportPart("tensors", "passed", None, (GOOD,)), ReportPart("greedy", "passed", None, ()))
     return VerifyReport("demo", "k" * 64, date, {"numpy": "2.3"}, {"seed": 0}, {"greedy": 1.5}, parts)
 
 
@@ -50,9 +50,9 @@ def make_manifest(files, build_key="k" * 64):
 
 
 def test_a_skipped_part_is_never_a_pass():
-    skipped = Part("tensors", "skipped", "no checkpoint.", ())
-    passed = Part("greedy", "passed", None, ())
-    failed = Part("sampling", "failed", "the logits are NaN.", ())
+    skipped = ReportPart("tensors", "skipped", "no checkpoint.", ())
+    passed = ReportPart("greedy", "passed", None, ())
+    failed = ReportPart("sampling", "failed", "the logits are NaN.", ())
     assert make_report(passed).status == "passed"
     assert make_report(skipped, passed).status == "incomplete"
     assert make_report(skipped, passed, failed).status == "failed"
@@ -77,7 +77,7 @@ def test_a_skipped_part_is_never_a_pass():
 )  # fmt: skip
 def test_the_first_line_is_a_verdict(statuses, said):
     reason = {"skipped": "it is gone. Fix: fetch it."}
-    report = make_report(*[Part(name, status, reason.get(status), ()) for name, status in statuses.items()])
+    report = make_report(*[ReportPart(name, status, reason.get(status), ()) for name, status in statuses.items()])
     assert next(describe(report)) == f"lossless: {said}"
     code = 1 if "failed" in statuses.values() else 0
     assert list(describe(report))[-1].endswith(f"; exit code {code}")
@@ -87,7 +87,9 @@ def test_the_text_names_what_failed_and_where():
     wrong = make_engine("random", target=make_executor(WidthDependent, gap=0.5))
     greedy = check_greedy(wrong, PROMPTS[:2], max_tokens=8)
     sampling = check_sampling(make_engine(), PROMPTS, settings=SETTINGS[1:2], **FEW)
-    report = make_report(Part("greedy", "failed", None, (greedy,)), Part("sampling", "passed", None, (sampling,)))
+    report = make_report(
+        ReportPart("greedy", "failed", None, (greedy,)), ReportPart("sampling", "passed", None, (sampling,))
+    )
     text = "\n".join(describe(report))
     first = greedy.differences[0]
     assert f"FAILED {first.drafter}, K={first.lookahead}, prompt {first.prompt + 1}, token {first.position}" in text
@@ -96,7 +98,7 @@ def test_the_text_names_what_failed_and_where():
     assert report.summary()["greedy_failures"] == greedy.failures
     assert report.summary()["sampling_min_p_value"] == sampling.min_p_value
     json.dumps(report.to_json(), allow_nan=False)
-    report = make_report(Part("tensors", "failed", None, (GOOD, BAD)))
+    report = make_report(ReportPart("tensors", "failed", None, (GOOD, BAD)))
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert (data["summary"]["draft_max_abs"], data["summary"]["target_max_abs"]) == ("nan", 1e-6)
     assert data["parts"]["tensors"]["results"][1]["cases"][0]["argmax_agreement"] == 0.5

@@ -44,7 +44,7 @@ def proof_loader(device: Device) -> EngineLoader:
 
 
 class ProofEngine:
-    """See ``trt_engine.Engine``; ``weights`` are numpy arrays by the initializer's name.
+    """See ``trt_engine.TrtEngine``; ``weights`` are numpy arrays by the initializer's name.
 
     UnsupportedModelError: an operator is not known here, or its shapes depend on what it computes.
     """
@@ -69,16 +69,16 @@ class ProofEngine:
                 self.constants[name] = torch.from_numpy(array).to(device.name)
 
     def make_context(self, profile: int, activations: int, stream: int, *, is_fixed: bool) -> "ProofContext":  # noqa: ARG002
-        """See ``trt_engine.Engine.make_context``; every context takes any size."""
+        """See ``trt_engine.TrtEngine.make_context``; every context takes any size."""
         return ProofContext(self)
 
     def close(self) -> None:
-        """See ``trt_engine.Engine.close``."""
+        """See ``trt_engine.TrtEngine.close``."""
         self.constants.clear()
 
 
 class ProofContext:
-    """See ``trt_engine.EngineContext``."""
+    """See ``trt_engine.TrtEngineContext``."""
 
     def __init__(self, engine: ProofEngine) -> None:
         self._engine = engine

@@ -240,7 +240,7 @@ class _Listener:
         self.news.put("stop")
 
 
-class Thinking:
+class ThinkingTags:
     """Which text lies between ``<think>`` and ``</think>``, tags included; ``begun``: the prompt ends inside."""
 
     def __init__(self, begun: bool) -> None:
@@ -261,7 +261,7 @@ def stream_answer(engine: "SpecEngine", spec: "RequestSpec", slips: Slips, *, co
     """Generate and print. Ctrl-C ends it with what is there by then; the second one is a ``KeyboardInterrupt``."""
     listener, printed = _Listener(), 0
     before: str = engine.tokenizer.decode(engine.encode(spec.prompt)[-8:], skip_special_tokens=False)
-    thinking = Thinking(before.rstrip().endswith(_OPEN))
+    thinking = ThinkingTags(before.rstrip().endswith(_OPEN))
     with slips.telling(listener.stop):
         [handle] = engine.submit_all([spec], [listener])
         while (item := listener.next()) != "done":

@@ -34,7 +34,7 @@ class KeptText:
     is_pinned: bool = False  # it stays, whatever comes
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """A row whose text begins as a prompt does."""
 
     common: int

@@ -23,8 +23,8 @@ from specexport_runtime.decoding.prefixes import (
     WORTH_WAITING,
     KeptText,
     KeptTexts,
-    Match,
     PrefixCounts,
+    PrefixMatch,
     num_common,
 )
 from specexport_runtime.drafters.base import Drafter
@@ -238,7 +238,7 @@ class Slots:
             req.stats.cached_tokens = found.reused
             self.counts.hits += found.reused
 
-    def _make_room(self, req: Request, found: Match | None) -> bool:
+    def _make_room(self, req: Request, found: PrefixMatch | None) -> bool:
         """Kept texts go until a request fits, cheap ones first; whether it goes on from the row of ``found`` itself.
 
         A text that it continues is kept again when it ends; one that would lose more of its own stays, where there is
@@ -259,10 +259,10 @@ class Slots:
         may_lose = found is not None and found.kept is not None and not found.kept.is_pinned
         return is_continued or (room < 0 and may_lose)
 
-    def _longest(self, req: Request) -> Match | None:
+    def _longest(self, req: Request) -> PrefixMatch | None:
         """What a request would go on from; None if no row has enough of its text."""
         prompt = np.asarray(req.tokens, np.int64)
-        best: Match | None = None
+        best: PrefixMatch | None = None
         for row, kept, tokens, drafts in self._texts(req):
             common = num_common(prompt, tokens)
             reused = min(common, len(prompt) - 1)  # the last token is read again: its logits are wanted
@@ -274,7 +274,7 @@ class Slots:
             # Of equal ones, that in its own row: nothing is copied.
             is_better = best is None or (reused, row == req.row) > (best.reused, best.row == req.row)
             if reused >= least and is_better:
-                best = Match(common, reused, row, given, kept)
+                best = PrefixMatch(common, reused, row, given, kept)
         return best
 
     def _texts(self, req: Request) -> Iterator[tuple[int, KeptText | None, Int64Array, Any]]:

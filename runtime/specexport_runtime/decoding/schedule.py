@@ -26,7 +26,7 @@ REREAD_CHUNK = 32
 ``min_prefill_tokens`` where one of them waits for its first token."""
 
 
-class Reading(NamedTuple):
+class PromptReading(NamedTuple):
     """A prompt that is being read, or a text that is read again."""
 
     request: Request
@@ -35,7 +35,7 @@ class Reading(NamedTuple):
     is_late: bool = False  # it yields to readings that are not
 
 
-def share_tokens(readings: Sequence[Reading], tokens: int) -> dict[int, int]:
+def share_tokens(readings: Sequence[PromptReading], tokens: int) -> dict[int, int]:
     """Tokens of each row in this step, in the order of ``readings``: the oldest first, which gets one at least."""
     if not readings:
         return {}
@@ -43,7 +43,7 @@ def share_tokens(readings: Sequence[Reading], tokens: int) -> dict[int, int]:
     given[oldest.request.row] = max(1, min(oldest.most, tokens // _OLDEST_SHARE))
     left = tokens - given[oldest.request.row]
     for urgency in sorted({_urgency(each) for each in readings}):
-        owners: dict[str, list[Reading]] = {}
+        owners: dict[str, list[PromptReading]] = {}
         for each in readings:
             if _urgency(each) == urgency:
                 owners.setdefault(each.request.owner, []).append(each)
@@ -81,15 +81,15 @@ def go_alone(ready: Sequence[Request], ending: Sequence[Request]) -> list[Reques
     return [req for req in ending if (req.priority, req.owner in owners) < (most_urgent, True)]
 
 
-def _urgency(reading: Reading) -> tuple[int, bool]:
+def _urgency(reading: PromptReading) -> tuple[int, bool]:
     return reading.request.priority, reading.is_late
 
 
-def _given(readings: Sequence[Reading], given: Mapping[int, int]) -> int:
+def _given(readings: Sequence[PromptReading], given: Mapping[int, int]) -> int:
     return sum(given[each.request.row] for each in readings)
 
 
-def _fill(readings: Sequence[Reading], tokens: int, given: dict[int, int]) -> int:
+def _fill(readings: Sequence[PromptReading], tokens: int, given: dict[int, int]) -> int:
     """Give tokens to the prompts of one owner, one after the other; how many were given."""
     left = tokens
     for each in readings:
@@ -220,10 +220,10 @@ class Scheduler:
                 left += 1 if waits else -drafts
         return chunks
 
-    def _reading(self, req: Request, wanted: int) -> Reading:
+    def _reading(self, req: Request, wanted: int) -> PromptReading:
         """What a request has to read: up to ``wanted`` tokens now."""
         unread = self.slots.num_unread(req) - req.reads_again
-        return Reading(req, min(unread, wanted), unread, self._pace.is_late(req, unread))
+        return PromptReading(req, min(unread, wanted), unread, self._pace.is_late(req, unread))
 
     def _can_admit(self) -> bool:
         """Whether a row is free for a request that waits, or may be made free."""

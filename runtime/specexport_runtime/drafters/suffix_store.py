@@ -31,7 +31,7 @@ _INLINE = 1 << 13
 _LARGEST_SHARE = 8  # of the bound: one segment is forgotten at a time
 
 
-class Found(NamedTuple):
+class SuffixContinuations(NamedTuple):
     """Continuations of the longest match."""
 
     length: int  # tokens that matched
@@ -124,7 +124,9 @@ class SuffixStore:
         self._join_neighbours(scope, shelf)
         self._forget()
 
-    def find(self, scope: str | None, context: Sequence[int], *, least: int, most: int, width: int) -> Found | None:
+    def find(
+        self, scope: str | None, context: Sequence[int], *, least: int, most: int, width: int
+    ) -> SuffixContinuations | None:
         """What followed the longest suffix, of ``least`` tokens, that a scope may see; the corpus alone for None."""
         shelf = None if scope is None else self._shelves.get(scope)
         segments = [*self._corpus, *(() if shelf is None else shelf.segments)]
@@ -144,7 +146,7 @@ class SuffixStore:
             found += [segment.read(start, width) for start in segment.newest(match, most - len(found))]
             if len(found) == most:
                 break
-        return Found(length, sum(match.last - match.first for _, match in matches), found)
+        return SuffixContinuations(length, sum(match.last - match.first for _, match in matches), found)
 
     def clear(self, scope: str) -> None:
         """Forget the texts of a scope."""

@@ -29,7 +29,7 @@ from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
 from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts
 from specexport_runtime.executors.trt_memory import lay_out_inputs
-from specexport_runtime.executors.trt_pack import Plan, Window, fill_step, place_step, plan_step, start_plan
+from specexport_runtime.executors.trt_pack import PackPlan, Window, fill_step, place_step, plan_step, start_plan
 
 MAX_SHAPES = 256
 MAX_PLANS = 64
@@ -61,7 +61,7 @@ class PlacedStep:
         self.tensors, self.num_bytes = lay_out_inputs(names, window.shape, feature_size)
         self.ids_at = next((tensor.offset for tensor in self.tensors if tensor.name == INPUT_IDS.name), 0)
         self._views: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
-        self.plans: dict[bytes, Plan] = {}  # by counts of new tokens and logit rows
+        self.plans: dict[bytes, PackPlan] = {}  # by counts of new tokens and logit rows
         self.buffers: StepBuffers | None = None  # of the step as it really is
 
     def arrays(self, block: HostBlock) -> Mapping[str, npt.NDArray[Any]]:
@@ -267,7 +267,7 @@ class TrtExecutor(GpuSteps):
         window = place_step(shape, profile, self._sizes.arena_rows, packed=self._packed)
         return PlacedStep(number, window, self._parts.blocks[number], self._names, self._ends, self._read_size)
 
-    def _plan(self, step: PlacedStep, buffers: StepBuffers) -> Plan:
+    def _plan(self, step: PlacedStep, buffers: StepBuffers) -> PackPlan:
         key = buffers.cu_new_tokens.tobytes() + buffers.logit_rows.tobytes()
         plan = step.plans.get(key)
         if plan is None:
@@ -279,14 +279,14 @@ class TrtExecutor(GpuSteps):
             )
         return plan
 
-    def _gather(self, step: PlacedStep, plan: Plan, buffers: StepBuffers, block: HostBlock) -> None:
+    def _gather(self, step: PlacedStep, plan: PackPlan, buffers: StepBuffers, block: HostBlock) -> None:
         arrays = step.arrays(block)
         if block.plan is not plan:
             start_plan(plan, arrays)
             block.plan = plan
         fill_step(plan, buffers, arrays, step.ends, self._last_position)
 
-    def _run(self, step: PlacedStep, block: HostBlock, fed: Plan | None = None) -> None:
+    def _run(self, step: PlacedStep, block: HostBlock, fed: PackPlan | None = None) -> None:
         """Put a step on the stream: inputs, ids that the step before gave for ``fed``, then the graph or engine."""
         parts, shape = self._parts, step.window.shape
         parts.driver.copy_in(parts.at.inputs, block.address, step.num_bytes)

@@ -142,7 +142,7 @@ class EngineContext(Protocol):
         ...
 
 
-class Engine(Protocol):
+class TrtEngine(Protocol):
     """A loaded engine."""
 
     tensors: tuple[EngineTensor, ...]
@@ -158,7 +158,7 @@ class Engine(Protocol):
         ...
 
 
-def load_engine(path: Path, file: EngineFile, gpu_name: str) -> Engine:
+def load_engine(path: Path, file: EngineFile, gpu_name: str) -> TrtEngine:
     """Load an engine file, with the package that built it; RTX keeps compiled kernels under ``gpu_name``."""
     trt = _import_package(file)
     messages: list[str] = []
@@ -244,7 +244,7 @@ def _why(messages: list[str]) -> str:
 
 
 class LoadedEngine:
-    """An engine of either package; see ``Engine``."""
+    """An engine of either package; see ``TrtEngine``."""
 
     def __init__(
         self, trt: Any, runtime: Any, engine: Any, logger: Any, messages: list[str], kernels: RtxKernels | None
@@ -264,7 +264,7 @@ class LoadedEngine:
         )
 
     def make_context(self, profile: int, activations: int, stream: int, *, is_fixed: bool) -> "LoadedContext":
-        """See ``Engine.make_context``."""
+        """See ``TrtEngine.make_context``."""
         ours = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         with _undisturbed():
             if self._kernels is None:
@@ -282,7 +282,7 @@ class LoadedEngine:
         return made
 
     def close(self) -> None:
-        """See ``Engine.close``; keeps the kernels that RTX compiled."""
+        """See ``TrtEngine.close``; keeps the kernels that RTX compiled."""
         if self._kernels is not None:
             self._kernels.save()
         with _undisturbed():
@@ -319,6 +319,6 @@ class LoadedContext:
         return True if ask is None else bool(ask(stream))
 
 
-def odd_tensors(engine: Engine, wanted: Iterable[str]) -> list[str]:
+def odd_tensors(engine: TrtEngine, wanted: Iterable[str]) -> list[str]:
     """Names that the engine has and the manifest does not, or the other way round, sorted."""
     return sorted({tensor.name for tensor in engine.tensors} ^ set(wanted))

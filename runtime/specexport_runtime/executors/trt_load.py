@@ -12,9 +12,9 @@ from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.gpu_memory import GpuFeatures, HostBlock, HostOutput, InputTensor
 from specexport_runtime.executors.trt_engine import (
-    Engine,
     EngineContext,
     EngineTensor,
+    TrtEngine,
     load_engine,
     odd_tensors,
     rebuild,
@@ -31,7 +31,7 @@ from specexport_runtime.executors.trt_memory import (
 )
 from specexport_runtime.executors.trt_pack import SPECS
 
-EngineLoader = Callable[[Path, EngineFile, str], Engine]
+EngineLoader = Callable[[Path, EngineFile, str], TrtEngine]
 
 
 class DeviceAddresses(NamedTuple):
@@ -48,7 +48,7 @@ class DeviceAddresses(NamedTuple):
 class ContextPool:
     """Contexts by profile, made when first used and bound anew where steps differ; one activation memory for all."""
 
-    def __init__(self, engine: Engine, driver: GpuDriver, kv: KvMemory, at: DeviceAddresses) -> None:
+    def __init__(self, engine: TrtEngine, driver: GpuDriver, kv: KvMemory, at: DeviceAddresses) -> None:
         self._engine, self._driver, self._kv, self._at = engine, driver, kv, at
         self._shapes = {tensor.name: tensor.shape for tensor in engine.tensors}
         self._contexts: dict[int, EngineContext] = {}
@@ -93,19 +93,21 @@ class ContextPool:
         self._bound.clear()
 
 
-def query_tensors(engine: Engine) -> list[EngineTensor]:
+def query_tensors(engine: TrtEngine) -> list[EngineTensor]:
     """The queries that an engine gives out, [B, Hq*F, W/F, D] each."""
     prefix = QUERY.name.format(i="")
     return [tensor for tensor in engine.tensors if tensor.name.startswith(prefix) and not tensor.is_input]
 
 
-def feature_outputs(engine: Engine) -> list[str]:
+def feature_outputs(engine: TrtEngine) -> list[str]:
     """The output that has features, if there is one."""
     names = (FEATURES.name, NEXT_FEATURES.name)
     return [tensor.name for tensor in engine.tensors if tensor.name in names and not tensor.is_input]
 
 
-def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequence[CacheTensor], hint: str) -> None:
+def check_tensors(
+    engine: TrtEngine, what: str, inputs: Sequence[str], caches: Sequence[CacheTensor], hint: str
+) -> None:
     """Refuse an engine whose names of tensors or sizes of caches are not the manifest's (IncompatibleError)."""
     names = [*inputs, LOGITS.name, TOKEN_IDS.name, *(tensor.name for tensor in query_tensors(engine))]
     names += feature_outputs(engine)  # whose sizes are compared by EngineFeatures
@@ -280,7 +282,7 @@ def _allocate(
     return TrtParts(stack, sizes, driver, kv, at, contexts, graphs, logits, token_ids, given, blocks)
 
 
-def _query_bytes(engine: Engine, sizes: EngineSizes, item_bytes: int) -> int:
+def _query_bytes(engine: TrtEngine, sizes: EngineSizes, item_bytes: int) -> int:
     """Bytes of the largest queries of any layer and profile. Layers run one after the other: they share the memory."""
     largest = [profile.largest for _, profile in sizes.profiles]
     slots = max(shape.num_seqs * shape.tile_width // shape.fold for shape in largest)

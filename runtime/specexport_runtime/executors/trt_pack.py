@@ -41,7 +41,7 @@ class Window(NamedTuple):
     offset: int  # window row of the step's first row
 
 
-class Plan(NamedTuple):
+class PackPlan(NamedTuple):
     """All of a step that depends on its counts only, and not on tokens and lengths."""
 
     window: Window
@@ -65,7 +65,7 @@ def place_step(shape: StepShape, profile: Profile, num_rows: int, *, packed: boo
 
 def plan_step(
     window: Window, counts: Sequence[int], logit_rows: Int64Array, names: Sequence[str], *, sees_ahead: bool = False
-) -> Plan:
+) -> PackPlan:
     """All that follows from each row's new tokens and the logits wanted, for the inputs ``names`` of an engine."""
     fill, shape, offset = window
     real = np.zeros(shape.num_seqs, np.int64)
@@ -87,7 +87,7 @@ def plan_step(
     seen, own = (array[:, None].astype(np.int32) for array in (counted, real[rows]))
     begins = [0, *(np.flatnonzero(np.diff(tokens) != 1) + 1).tolist(), len(tokens)] if len(tokens) else [0]
     runs = tuple((i, int(tokens[i]), end - i) for i, end in pairwise(begins))
-    return Plan(window, tokens, rows, rows - offset, seen, own, kept, runs)
+    return PackPlan(window, tokens, rows, rows - offset, seen, own, kept, runs)
 
 
 def index_inputs(counts: Int64Array, shape: StepShape) -> dict[str, npt.NDArray[Any]]:
@@ -115,7 +115,7 @@ def index_inputs(counts: Int64Array, shape: StepShape) -> dict[str, npt.NDArray[
 
 
 def fill_step(
-    plan: Plan,
+    plan: PackPlan,
     buffers: StepBuffers,
     arrays: Mapping[str, npt.NDArray[Any]],
     ends: npt.NDArray[np.int32],
@@ -146,7 +146,7 @@ def fill_step(
         arrays["positions"][plan.tokens] = buffers.positions
 
 
-def start_plan(plan: Plan, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+def start_plan(plan: PackPlan, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write what stays the same as long as steps follow ``plan``; slots that it does not use become dummies."""
     arrays["input_ids"].fill(DUMMY_TOKEN)
     for name in ("positions", "token_features"):  # pinned memory holds anything: a dummy's keys must be numbers

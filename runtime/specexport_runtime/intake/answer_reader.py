@@ -12,7 +12,7 @@ from specexport_runtime.intake.tool_formats.base import (
     Content,
     Event,
     Feed,
-    Reasoning,
+    ReasoningSpan,
     ToolFormat,
 )
 from specexport_runtime.requests.text import StopStrings
@@ -98,7 +98,7 @@ def read_parts(syntax: AnswerSyntax, text: str, *, is_cut: bool) -> AnswerParts:
         match found:
             case Content(piece):
                 parts.content += piece
-            case Reasoning(piece):
+            case ReasoningSpan(piece):
                 parts.reasoning += piece
             case CallBegin(name):
                 parts.calls.append(Call(name))
@@ -126,7 +126,7 @@ def join_neighbours(events: Sequence[Event]) -> list[Event]:
     joined: list[Event] = []
     for found in events:
         last = joined[-1] if joined else None
-        if isinstance(found, (Content, Reasoning, Arguments)) and isinstance(last, type(found)):
+        if isinstance(found, (Content, ReasoningSpan, Arguments)) and isinstance(last, type(found)):
             joined[-1] = found._replace(text=last.text + found.text)
         else:
             joined.append(found)
@@ -165,7 +165,7 @@ def _read_answer(feed: Feed, syntax: AnswerSyntax) -> Iterator[Event | None]:
 
 
 def _read_until(
-    feed: Feed, ends: Sequence[str], kind: type[Content] | type[Reasoning]
+    feed: Feed, ends: Sequence[str], kind: type[Content] | type[ReasoningSpan]
 ) -> Generator[Event | None, None, int | None]:
     """Text up to one of ``ends``, without the white space before it; returns where that begins, None without one."""
     beginnings = StopStrings(tuple(ends), include=False)
@@ -198,5 +198,5 @@ def _read_thinking(feed: Feed, marks: ThinkingMarks, *, has_begun: bool) -> Iter
             feed.at = begin
             return
     yield from feed.skip_space()
-    if (yield from _read_until(feed, (marks.end,), Reasoning)) is not None:
+    if (yield from _read_until(feed, (marks.end,), ReasoningSpan)) is not None:
         yield from feed.skip_space("\n")

@@ -20,7 +20,7 @@ from specexport_runtime.server.responses import AnswerFormat, prompt_logprobs_js
 from specexport_runtime.server.responses_format import ResponsesFormat
 from specexport_runtime.server.sse import EventStream
 from specexport_runtime.server.token_text import TokenTexts
-from specexport_runtime.server.translate import Plan
+from specexport_runtime.server.translate import RequestPlan
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ AnswerForm = AnswerFormat | ResponsesFormat
 class Prepared(NamedTuple):
     """What is known of a request when it was read."""
 
-    plan: Plan
+    plan: RequestPlan
     form: AnswerForm
     texts: TokenTexts | None  # needed where the plan asks for log-probabilities
 
@@ -59,7 +59,7 @@ class Answer(Response):
     ) -> None:
         super().__init__()
         self._engine, self._owner, self._prepare, self._timeout_s = engine, owner, prepare, timeout_s
-        self._plan: Plan
+        self._plan: RequestPlan
         self._form: AnswerForm
         self._echoed: set[int] = set()  # choices whose echo was told to its end
 

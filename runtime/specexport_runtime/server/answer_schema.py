@@ -7,13 +7,13 @@ from pydantic import BaseModel, ConfigDict
 FinishReason = Literal["stop", "length"]
 
 
-class Part(BaseModel):
+class AnswerPart(BaseModel):
     """An object of an answer, without other keys."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class DrafterUsage(Part):
+class DrafterUsage(AnswerPart):
     """What one drafter did: rounds with a draft of it, draft tokens tested, of these accepted; both of branches."""
 
     rounds: int
@@ -23,7 +23,7 @@ class DrafterUsage(Part):
     accepted_branches: int
 
 
-class SpeculativeUsage(Part):
+class SpeculativeUsage(AnswerPart):
     """Drafting, summed over the choices; rate and length are null if nothing was drafted.
 
     ``drafters`` has those that drafted something, by name.
@@ -39,13 +39,13 @@ class SpeculativeUsage(Part):
     drafters: dict[str, DrafterUsage]
 
 
-class PromptTokensDetails(Part):
+class PromptTokensDetails(AnswerPart):
     """Of the tokens of prompts, those that a cache row had: they were not read again."""
 
     cached_tokens: int
 
 
-class Usage(Part):
+class Usage(AnswerPart):
     """Tokens; a prompt counts once, however many choices it has."""
 
     prompt_tokens: int
@@ -55,7 +55,7 @@ class Usage(Part):
     speculative: SpeculativeUsage
 
 
-class TokenOrigin(Part):
+class TokenOrigin(AnswerPart):
     """Text that one token added, and where the token came from; ``drafter`` and ``branch`` only of accepted ones."""
 
     text: str
@@ -64,7 +64,7 @@ class TokenOrigin(Part):
     branch: bool = False
 
 
-class CompletionLogprobs(Part):
+class CompletionLogprobs(AnswerPart):
     """Log-probabilities as ``/v1/completions`` has them."""
 
     tokens: list[str]
@@ -73,7 +73,7 @@ class CompletionLogprobs(Part):
     text_offset: list[int]
 
 
-class PromptLogprob(Part):
+class PromptLogprob(AnswerPart):
     """A token of the prompt, or one in its place, as vLLM describes it; the likeliest has rank 1."""
 
     logprob: float
@@ -85,7 +85,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """For each token of the prompt, by token id; null for the first."""
 
 
-class CompletionChoice(Part):
+class CompletionChoice(AnswerPart):
     """One text; ``tokens`` only if ``speculative.token_origins`` asked for them, ``prompt_logprobs`` likewise."""
 
     index: int
@@ -96,7 +96,7 @@ class CompletionChoice(Part):
     prompt_logprobs: PromptLogprobs = []
 
 
-class CompletionAnswer(Part):
+class CompletionAnswer(AnswerPart):
     """The answer of ``/v1/completions``."""
 
     id: str
@@ -108,7 +108,7 @@ class CompletionAnswer(Part):
     usage: Usage
 
 
-class ChatToken(Part):
+class ChatToken(AnswerPart):
     """A token and its log-probability."""
 
     token: str
@@ -122,29 +122,29 @@ class ChatTokenChoice(ChatToken):
     top_logprobs: list[ChatToken]
 
 
-class ChatLogprobs(Part):
+class ChatLogprobs(AnswerPart):
     """Log-probabilities as ``/v1/chat/completions`` has them."""
 
     content: list[ChatTokenChoice]
     refusal: None
 
 
-class CalledFunction(Part):
+class CalledFunctionPart(AnswerPart):
     """A function and its arguments, a text that holds a JSON object."""
 
     name: str
     arguments: str
 
 
-class ToolCall(Part):
+class ToolCallPart(AnswerPart):
     """A call of a function."""
 
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: CalledFunctionPart
 
 
-class ChatMessage(Part):
+class ChatMessage(AnswerPart):
     """What the model said.
 
     ``content`` is null where there is none beside calls or thinking; ``reasoning`` is another name of
@@ -156,10 +156,10 @@ class ChatMessage(Part):
     refusal: None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCallPart] = []
 
 
-class ChatChoice(Part):
+class ChatChoice(AnswerPart):
     """One message; ``tokens`` as in completions."""
 
     index: int
@@ -169,7 +169,7 @@ class ChatChoice(Part):
     tokens: list[TokenOrigin] = []
 
 
-class ChatAnswer(Part):
+class ChatAnswer(AnswerPart):
     """The answer of ``/v1/chat/completions``."""
 
     id: str

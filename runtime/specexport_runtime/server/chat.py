@@ -9,17 +9,17 @@ from fastapi import APIRouter, Request, Response
 
 from specexport_runtime.intake.answer_reader import AnswerReader, join_neighbours, read_parts
 from specexport_runtime.intake.chat_dialect import ChatDialect
-from specexport_runtime.intake.tool_formats.base import Arguments, CallBegin, Content, Event, Reasoning
+from specexport_runtime.intake.tool_formats.base import Arguments, CallBegin, Content, Event, ReasoningSpan
 from specexport_runtime.requests.results import StreamPiece
 from specexport_runtime.server.answer import AnswerForm
 from specexport_runtime.server.answer_schema import ChatAnswer
 from specexport_runtime.server.completions import answer
-from specexport_runtime.server.conversation import Conversation
+from specexport_runtime.server.conversation import ParsedConversation
 from specexport_runtime.server.parsing import request_body, responses
 from specexport_runtime.server.protocol import ChatRequest
 from specexport_runtime.server.responses import ChatFormat, Header
 from specexport_runtime.server.token_text import TokenTexts
-from specexport_runtime.server.translate import Plan, plan_chat
+from specexport_runtime.server.translate import RequestPlan, plan_chat
 
 router = APIRouter(tags=["generation"])
 
@@ -35,7 +35,7 @@ async def create_chat_completion(request: Request) -> Response:
     return await answer(request, "chatcmpl-", ChatRequest, plan_chat, _form_of)
 
 
-def _form_of(_: ChatRequest, plan: Plan) -> Callable[..., AnswerForm]:
+def _form_of(_: ChatRequest, plan: RequestPlan) -> Callable[..., AnswerForm]:
     form = ChatFormat if plan.conversation is None else partial(PartsFormat, plan.conversation)
     return partial(form, include_usage=plan.include_usage)
 
@@ -45,7 +45,7 @@ class PartsFormat(ChatFormat):
 
     def __init__(
         self,
-        conversation: Conversation,
+        conversation: ParsedConversation,
         header: Header,
         *,
         texts: TokenTexts | None,
@@ -107,7 +107,7 @@ class _Deltas:
             match event:
                 case Content(text):
                     yield {"content": text}
-                case Reasoning(text):
+                case ReasoningSpan(text):
                     yield {"reasoning_content": text, "reasoning": text}
                 case CallBegin(name):
                     self._calls += 1

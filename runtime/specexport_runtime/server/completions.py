@@ -22,7 +22,7 @@ from specexport_runtime.server.responses import CompletionFormat, Header
 from specexport_runtime.server.state import ServerState, state_of
 from specexport_runtime.server.structured import may_compile
 from specexport_runtime.server.token_text import TokenTexts
-from specexport_runtime.server.translate import Plan, plan_completion
+from specexport_runtime.server.translate import RequestPlan, plan_completion
 
 router = APIRouter(tags=["generation"])
 
@@ -46,7 +46,7 @@ def owner_of(request: Request) -> str:
     return getattr(request.state, "owner", "")
 
 
-def note_request(request: Request, state: ServerState, plan: Plan, body: Sampling) -> None:
+def note_request(request: Request, state: ServerState, plan: RequestPlan, body: Sampling) -> None:
     """Tell the log of a request that was understood, if there is a log."""
     log: RequestLog | None = getattr(request.state, "log", None)
     if log is not None:
@@ -58,8 +58,8 @@ async def answer(
     request: Request,
     prefix: str,
     model: type[Body],
-    plan_of: Callable[[Body, SpecEngine, ServerConfig, str], Plan],
-    form_of: Callable[[Body, Plan], Callable[..., AnswerForm]],
+    plan_of: Callable[[Body, SpecEngine, ServerConfig, str], RequestPlan],
+    form_of: Callable[[Body, RequestPlan], Callable[..., AnswerForm]],
 ) -> Answer:
     """The answer to a body of the kind ``model``, in the JSON of its endpoint; its id begins with ``prefix``."""
     state = state_of(request)

@@ -32,7 +32,7 @@ def dialect_of(engine: SpecEngine, config: ServerConfig) -> ChatDialect:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ParsedConversation:
     """A conversation that was understood."""
 
     dialect: ChatDialect  # how the model writes it
@@ -88,13 +88,13 @@ class Conversation:
         return invalid("tools", f"tools: {error}")
 
 
-def read_conversation(body: ChatRequest, engine: SpecEngine, config: ServerConfig) -> Conversation:
+def read_conversation(body: ChatRequest, engine: SpecEngine, config: ServerConfig) -> ParsedConversation:
     """A body of ``/v1/chat/completions`` as a prompt, and how to read its answer; ApiError 400 names the parameter."""
     dialect = dialect_of(engine, config)
     functions, choice = _functions(body, dialect)
     arguments = template_arguments(dialect.template, body.reasoning_effort, body.chat_template_kwargs)
     prompt, ids = read_prompt(engine, config, dialect, body.messages, functions, arguments)
-    return Conversation(dialect, prompt, ids, functions, choice, dialect.syntax(prompt, functions, choice))
+    return ParsedConversation(dialect, prompt, ids, functions, choice, dialect.syntax(prompt, functions, choice))
 
 
 def read_prompt(

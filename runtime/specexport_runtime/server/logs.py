@@ -48,7 +48,7 @@ class AccessLog:
         log = RequestLog()
         scope.setdefault("state", {})["log"] = log
         current_state.set(scope["state"])  # of this request's task alone
-        exchange = _Exchange(log, receive, send)
+        exchange = _LoggedExchange(log, receive, send)
         try:
             await self.app(scope, exchange.receive, exchange.send)
         except BaseException:
@@ -58,7 +58,7 @@ class AccessLog:
             exchange.end(scope)
 
 
-class _Exchange:
+class _LoggedExchange:
     """Watches a request and its answer pass by."""
 
     def __init__(self, log: RequestLog, receive: Receive, send: Send) -> None:

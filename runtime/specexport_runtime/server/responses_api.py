@@ -26,7 +26,7 @@ from specexport_runtime.server.responses_protocol import (
     ResponsesRequest,
 )
 from specexport_runtime.server.responses_schema import ResponseAnswer
-from specexport_runtime.server.translate import Plan, plan_chat
+from specexport_runtime.server.translate import RequestPlan, plan_chat
 
 _NAMES = {
     "response_format.json_schema": "text.format",
@@ -172,7 +172,7 @@ async def create_response(request: Request) -> Response:
     return await answer(request, "resp_", ResponsesRequest, plan_response, form_of)
 
 
-def plan_response(body: ResponsesRequest, engine: SpecEngine, config: ServerConfig, owner: str = "") -> Plan:
+def plan_response(body: ResponsesRequest, engine: SpecEngine, config: ServerConfig, owner: str = "") -> RequestPlan:
     """The request of a body of ``/v1/responses`` (ApiError 400); ``owner`` keeps what is remembered apart."""
     if body.top_logprobs and not body.wants_logprobs:
         raise invalid("top_logprobs", f'top_logprobs needs include: ["{LOGPROBS}"].')

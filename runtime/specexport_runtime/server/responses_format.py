@@ -9,7 +9,7 @@ from typing import Any
 from specexport_runtime.intake.answer_reader import AnswerReader, read_whole
 from specexport_runtime.intake.tool_formats.base import Content, Event
 from specexport_runtime.requests.results import StreamPiece
-from specexport_runtime.server.conversation import Conversation
+from specexport_runtime.server.conversation import ParsedConversation
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.json_text import json_text
 from specexport_runtime.server.responses import Header, chat_rows, origin_rows, origins_of
@@ -32,7 +32,7 @@ class ResponsesFormat:
     def __init__(
         self,
         body: ResponsesRequest,
-        conversation: Conversation | None,
+        conversation: ParsedConversation | None,
         header: Header,
         *,
         texts: TokenTexts | None,

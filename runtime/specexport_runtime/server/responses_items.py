@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 from specexport_runtime.intake.answer_reader import join_neighbours
-from specexport_runtime.intake.tool_formats.base import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
+from specexport_runtime.intake.tool_formats.base import Arguments, CallBegin, CallEnd, Content, Event, ReasoningSpan
 from specexport_runtime.requests.results import StreamPiece
 from specexport_runtime.server.json_text import LongList
 
@@ -165,7 +165,7 @@ class OutputItems:
             match found:
                 case Content(text):
                     yield from self._grow(MessageItem, text)
-                case Reasoning(text):
+                case ReasoningSpan(text):
                     self.has_thought = True
                     yield from self._grow(ReasoningItem, text)
                 case CallBegin(name):

@@ -4,12 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specexport_runtime.server.answer_schema import ChatTokenChoice, Part, SpeculativeUsage, TokenOrigin
+from specexport_runtime.server.answer_schema import AnswerPart, ChatTokenChoice, SpeculativeUsage, TokenOrigin
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-class OutputTextPart(Part):
+class OutputTextPart(AnswerPart):
     """Text of the model; ``tokens`` only if ``speculative.token_origins`` asked for them."""
 
     type: Literal["output_text"]
@@ -19,7 +19,7 @@ class OutputTextPart(Part):
     tokens: list[TokenOrigin] | None = None
 
 
-class OutputMessage(Part):
+class OutputMessage(AnswerPart):
     """What the model said."""
 
     id: str
@@ -29,14 +29,14 @@ class OutputMessage(Part):
     content: list[OutputTextPart]
 
 
-class ReasoningPart(Part):
+class ReasoningPart(AnswerPart):
     """Text that the model thought."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
-class OutputReasoning(Part):
+class OutputReasoning(AnswerPart):
     """What the model thought before it answered."""
 
     id: str
@@ -46,7 +46,7 @@ class OutputReasoning(Part):
     status: Literal["in_progress", "completed", "incomplete"]
 
 
-class OutputCall(Part):
+class OutputCall(AnswerPart):
     """A call of a function; ``arguments`` is a text that holds a JSON object, if its status is ``completed``."""
 
     id: str
@@ -57,20 +57,20 @@ class OutputCall(Part):
     status: Literal["in_progress", "completed", "incomplete"]
 
 
-class InputTokensDetails(Part):
+class InputTokensDetails(AnswerPart):
     """Of the tokens of the input, those that a cache row had; nothing is charged for what is written to one."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
-class OutputTokensDetails(Part):
+class OutputTokensDetails(AnswerPart):
     """Of the tokens of the output, those of thoughts."""
 
     reasoning_tokens: int
 
 
-class ResponseUsage(Part):
+class ResponseUsage(AnswerPart):
     """Tokens of one response."""
 
     input_tokens: int
@@ -81,20 +81,20 @@ class ResponseUsage(Part):
     speculative: SpeculativeUsage
 
 
-class IncompleteDetails(Part):
+class IncompleteDetails(AnswerPart):
     """Why the answer is not complete."""
 
     reason: Literal["max_output_tokens"]
 
 
-class ResponseFailure(Part):
+class ResponseFailure(AnswerPart):
     """Why there is no answer."""
 
     code: str
     message: str
 
 
-class ResponseAnswer(Part):
+class ResponseAnswer(AnswerPart):
     """The answer of ``/v1/responses``: what was asked for, and what came of it."""
 
     id: str

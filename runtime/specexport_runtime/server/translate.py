@@ -10,7 +10,7 @@ from specexport_runtime.requests.text import TextStream
 from specexport_runtime.requests.token_bytes import text_of
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.conversation import Conversation, read_conversation
+from specexport_runtime.server.conversation import ParsedConversation, read_conversation
 from specexport_runtime.server.errors import invalid, over_limit, shown, unsupported
 from specexport_runtime.server.models import adapter_of
 from specexport_runtime.server.prompt_tokens import check_prompt, check_reference, encode, max_tokens_of
@@ -60,7 +60,7 @@ def echo_of(engine: SpecEngine, prompt: Sequence[int], *, skip_special_tokens: b
     return Echo(text, TextStream(engine.tokenizer, params, prompt=known).open_end())
 
 
-class Plan(NamedTuple):
+class RequestPlan(NamedTuple):
     """What a body asks for."""
 
     specs: list[RequestSpec]  # one request a choice; choices of the first prompt come first
@@ -74,12 +74,12 @@ class Plan(NamedTuple):
     scores: bool = False  # an echo has log-probabilities too
     only_echo: bool = False  # nothing is told of the one token that was generated
     continuous_usage: bool = False  # each chunk has the usage of its choice so far
-    conversation: Conversation | None = None  # None where answers have nothing but content
+    conversation: ParsedConversation | None = None  # None where answers have nothing but content
     prompt_logprobs: int | None = None  # alternatives a token of each prompt, in vLLM's shape; None for none
     model: str = ""  # name of the model that answers; empty for the one that is served
 
 
-def plan_completion(body: CompletionRequest, engine: SpecEngine, config: ServerConfig, owner: str = "") -> Plan:
+def plan_completion(body: CompletionRequest, engine: SpecEngine, config: ServerConfig, owner: str = "") -> RequestPlan:
     """The requests of a body of ``/v1/completions`` (ApiError 400); ``owner`` keeps what is remembered apart."""
     _check_common(body, engine, config)
     if body.best_of not in (None, body.n or 1):
@@ -98,7 +98,7 @@ def plan_completion(body: CompletionRequest, engine: SpecEngine, config: ServerC
     return _plan(body, engine, config, owner, "prompt", ids, echoes, limit, DEFAULT_MAX_TOKENS)
 
 
-def plan_chat(body: ChatRequest, engine: SpecEngine, config: ServerConfig, owner: str = "") -> Plan:
+def plan_chat(body: ChatRequest, engine: SpecEngine, config: ServerConfig, owner: str = "") -> RequestPlan:
     """The requests of a body of ``/v1/chat/completions`` (ApiError 400); ``owner`` keeps what is remembered apart."""
     _check_common(body, engine, config)
     if body.top_logprobs and not body.logprobs:
@@ -123,8 +123,8 @@ def _plan(
     echoes: list[Echo],
     limit: tuple[str, int | None],
     default_tokens: int,
-    conversation: Conversation | None = None,
-) -> Plan:
+    conversation: ParsedConversation | None = None,
+) -> RequestPlan:
     """``n`` requests for each prompt; choice i uses seed + i, so that each can be asked for alone."""
     n = body.n or 1
     reference = _reference(body, engine)
@@ -160,7 +160,7 @@ def _plan(
             scored = max(asked.values(), default=None) if i == 0 else None  # the choices of a prompt share it
             params = SamplingParams(**common, seed=seed, prompt_logprobs=scored)
             specs.append(RequestSpec(ids, params, reference, drafting))
-    return Plan(
+    return RequestPlan(
         specs,
         [echo for echo in echoes for _ in range(n)],
         sum(map(len, prompts)),

@@ -12,7 +12,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from specexport.passes.block_format import BOOKS, FLOATS, NAMED, STRETCH, layout, pack, pack_float, unpack
-from specexport.passes.block_weight import Blocks, BlockWeight, Form, Spread, Stored
+from specexport.passes.block_weight import BlockForm, Blocks, BlockWeight, Spread, Stored
 from tests.support.references import block_arithmetic
 from tests.support.references.block_arithmetic import reference
 
@@ -94,7 +94,7 @@ def random_weight(name: str, n: int, k: int, generator: np.random.Generator, lev
             Stored(*parts) if parts else None,
         )
 
-    return BlockWeight(name, Form(4 if middle == 8 else 8, form.group, bool(form.shift)), (n, k), 0, read, spread)
+    return BlockWeight(name, BlockForm(4 if middle == 8 else 8, form.group, bool(form.shift)), (n, k), 0, read, spread)
 
 
 def packed(name: str, n: int, k: int, generator: np.random.Generator) -> np.ndarray:

@@ -12,7 +12,7 @@ class Content(NamedTuple):
     text: str
 
 
-class Reasoning(NamedTuple):
+class ReasoningSpan(NamedTuple):
     """Text that the model thought before it answered."""
 
     text: str
@@ -40,7 +40,7 @@ class Broken(NamedTuple):
     text: str
 
 
-Event = Content | Reasoning | CallBegin | Arguments | CallEnd | Broken
+Event = Content | ReasoningSpan | CallBegin | Arguments | CallEnd | Broken
 Reading = Generator[Event | None, None, bool]
 """Reads as far as the text goes: gives events, and None when it needs more text. Returns whether it found what it
 looked for; what it did not take is read otherwise."""
