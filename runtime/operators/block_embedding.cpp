@@ -25,7 +25,7 @@ void look_up(const Layout& layout, const uint8_t* tile, int column, float* out) 
   const Format& format = layout.format;
   if (format.is_float()) {
     for (int64_t k = 0; k < layout.K; k++) {
-      const uint8_t* p = tile + (k * kTile + column) * (format.bits / 8);
+      const uint8_t* p = tile + (k * kNr + column) * (format.bits / 8);
       uint16_t half;
       memcpy(&half, p, 2);
       out[k] = format.scale == Scale::f32   ? load_single(p)
@@ -34,10 +34,10 @@ void look_up(const Layout& layout, const uint8_t* tile, int column, float* out) 
     }
     return;
   }
-  for (int64_t first = 0; first < layout.K; first += kStretch) {
-    const Stretch& s = layout.K - first < kStretch ? layout.last : layout.whole;
+  for (int64_t first = 0; first < layout.K; first += kPanel) {
+    const Panel& s = layout.K - first < kPanel ? layout.last : layout.whole;
     for (int64_t g = 0; g < s.groups; g++) {
-      const int64_t i = g * kTile + column, base = (g * format.group / kSuper * kTile + column) * 2;
+      const int64_t i = g * kNr + column, base = (g * format.group / kSuper * kNr + column) * 2;
       const float scale = format.scale == Scale::half     ? load_half(tile + 2 * i)
                           : format.scale == Scale::single ? load_single(tile + 4 * i)
                           : format.scale == Scale::power  ? power_of(tile[i])
@@ -82,8 +82,8 @@ Status* run(const void* kernel, KernelContext* context) {
   return parallel(context, count ? parts : 0, [&](size_t part) {
     for (int64_t i = count * int64_t(part) / int64_t(parts); i < count * int64_t(part + 1) / int64_t(parts); i++) {
       const int64_t id = ids.as<int64_t>()[i];
-      const uint8_t* tile = packed.as<uint8_t>() + size_t(id / kTile) * layout.tile_bytes;
-      look_up(layout, tile, int(id % kTile), static_cast<float*>(out) + i * layout.K);
+      const uint8_t* tile = packed.as<uint8_t>() + size_t(id / kNr) * layout.tile_bytes;
+      look_up(layout, tile, int(id % kNr), static_cast<float*>(out) + i * layout.K);
     }
   });
 }

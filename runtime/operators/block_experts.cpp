@@ -24,7 +24,7 @@ struct Side {
   const uint8_t* weight = nullptr;
   const float* bias = nullptr;
   float *x = nullptr, *out = nullptr;
-  uint8_t* arranged = nullptr;
+  uint8_t* packed_rows = nullptr;
 };
 
 // An expert that some tokens have chosen: its rows, and how many groups, and rows in these, others have before it.
@@ -48,7 +48,7 @@ Product product(const Side& side, const Chosen& c) {
   p.bias = side.bias ? side.bias + c.expert * side.layout.N : nullptr;
   p.x = side.x + c.first * side.layout.K, p.out = side.out + c.first * side.layout.N;
   p.rows = c.rows, p.groups = c.groups, p.capacity = (c.rows + c.groups - 1) / c.groups;
-  p.arranged = side.arranged + size_t(c.room_before) * row_bytes(p.layout);
+  p.packed_rows = side.packed_rows + size_t(c.room_before) * row_bytes(p.layout);
   return p;
 }
 
@@ -68,16 +68,16 @@ void share(const Step& step, int64_t tiles, size_t part, size_t parts, const F& 
   }
 }
 
-// Rows of some groups are made by `fill`, and arranged for the products.
+// Rows of some groups are made by `fill`, and packed for the products.
 template <class F>
-Status* arrange(KernelContext* context, const Step& step, const Side& side, const F& fill) {
+Status* pack(KernelContext* context, const Step& step, const Side& side, const F& fill) {
   const bool small = step.tokens * step.per_token * side.layout.K < 1 << 15;
   const size_t parts = small ? 1 : size_t(step.groups < 16 ? step.groups : 16);
   return parallel(context, parts, [&](size_t part) {
     share(step, 0, part, parts, [&](const Chosen& c, int64_t first, int64_t last) {
       const Product p = product(side, c);
       for (int64_t row = first * p.capacity; row < last * p.capacity && row < c.rows; row++) fill(c.first + row);
-      kernels().arrange(p, first, last);
+      kernels().pack(p, first, last);
     });
   });
 }
@@ -159,16 +159,16 @@ Status* some_tokens(KernelContext* context, Step& step, Side& first, Side& last,
     room.take(step.token_of, pairs), room.take(step.row_of, pairs);
     room.take(first.x, pairs * size_t(experts.H));
     room.take(first.out, pairs * size_t(first.layout.N)), room.take(last.x, pairs * size_t(last.layout.K));
-    room.take(first.arranged, 2 * pairs * bytes);  // groups of an expert have room for fewer than twice its rows
+    room.take(first.packed_rows, 2 * pairs * bytes);  // groups of an expert have room for fewer than twice its rows
   }
-  last.out = first.x, last.arranged = first.arranged;  // nobody needs them any more by then
+  last.out = first.x, last.packed_rows = first.packed_rows;  // nobody needs them any more by then
   sort(step, starts);
   const size_t H = size_t(experts.H);
-  TRY(arrange(context, step, first, [&](int64_t row) {
+  TRY(pack(context, step, first, [&](int64_t row) {
     memcpy(first.x + size_t(row) * H, step.x + size_t(step.token_of[row]) * H, sizeof(float) * H);
   }));
   TRY(multiply(context, step, first));
-  TRY(arrange(context, step, last, [&](int64_t row) {
+  TRY(pack(context, step, last, [&](int64_t row) {
     gate(experts.gating, first.out + row * first.layout.N, last.x + row * experts.gating.width);
   }));
   TRY(multiply(context, step, last));

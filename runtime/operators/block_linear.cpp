@@ -31,7 +31,7 @@ bool multiply_tiles(const Product& p, int64_t first, int64_t last, int64_t group
 
 namespace {
 constexpr size_t kPartBytes = 64 << 10, kMostParts = 32;
-constexpr size_t kArrangedBytes = 8 << 20;  // of rows that are arranged together
+constexpr size_t kPackedBytes = 8 << 20;  // of rows that are packed together
 
 size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
@@ -39,11 +39,11 @@ size_t least(size_t a, size_t b) { return a < b ? a : b; }
 Status* multiply(KernelContext* context, Product& p) {
   p.cut(kernels().most_of(p.layout, p.rows));
   const size_t groups = size_t(p.groups), tiles = size_t(p.layout.tiles);
-  p.arranged = static_cast<uint8_t*>(scratch(groups * p.group_bytes() + 1, 0));
-  REQUIRE(p.arranged, "out of memory");
+  p.packed_rows = static_cast<uint8_t*>(scratch(groups * p.group_bytes() + 1, 0));
+  REQUIRE(p.packed_rows, "out of memory");
   const size_t shares = p.rows * p.layout.K < 1 << 16 ? 1 : least(groups, 8);
   TRY(parallel(context, shares, [&](size_t i) {
-    kernels().arrange(p, int64_t(groups * i / shares), int64_t(groups * (i + 1) / shares));
+    kernels().pack(p, int64_t(groups * i / shares), int64_t(groups * (i + 1) / shares));
   }));
   size_t wanted = least(tiles * p.layout.tile_bytes * groups / kPartBytes, kMostParts);
   if (wanted < 1) wanted = 1;
@@ -77,7 +77,7 @@ Status* run(const void* kernel, KernelContext* context) {
   p.layout = layout;
   p.weight = packed.as<uint8_t>();
   p.bias = bias.absent ? nullptr : bias.as<float>();
-  const int64_t step = int64_t(kArrangedBytes / (row_bytes(layout) + 1) / 64 * 64 + 64);
+  const int64_t step = int64_t(kPackedBytes / (row_bytes(layout) + 1) / 64 * 64 + 64);
   for (int64_t row = 0; row < rows; row += step) {
     p.rows = rows - row < step ? rows - row : step;
     p.x = x.as<float>() + row * layout.K;

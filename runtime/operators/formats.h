@@ -5,9 +5,9 @@
 #include <string.h>
 
 namespace specexport {
-constexpr int kTile = 16;       // outputs of a tile
+constexpr int kNr = 16;       // outputs of a tile
 constexpr int kBlock = 32;      // inputs of a block
-constexpr int kStretch = 1024;  // inputs of a stretch
+constexpr int kPanel = 1024;  // inputs of a panel
 constexpr int kSuper = 256;     // inputs that share a base
 
 enum class Scale { half, single, level, power, f32, bf16, f16 };  // the last three are floats themselves, no codes
@@ -55,7 +55,7 @@ inline bool find_format(const char* name, Format& found) {
   if (strncmp(name, "group", 5) || (name[5] != '4' && name[5] != '8') || name[6] != '_') return false;
   char* rest;
   const long group = strtol(name + 7, &rest, 10);
-  if (group < 16 || group > kStretch || (group & (group - 1))) return false;
+  if (group < 16 || group > kPanel || (group & (group - 1))) return false;
   const bool half = !strncmp(rest, "_f16", 4);
   if (!half && strncmp(rest, "_f32", 4)) return false;
   const char* end = rest + 4;
@@ -65,22 +65,22 @@ inline bool find_format(const char* name, Format& found) {
   return true;
 }
 
-// Where the arrays of a stretch of `inputs` lie, in bytes from its start.
-struct Stretch {
+// Where the arrays of a panel of `inputs` lie, in bytes from its start.
+struct Panel {
   int64_t blocks, groups, supers;
   size_t scales, bases, shifts, leasts, codes, end;
 };
-inline Stretch stretch(const Format& format, int64_t inputs) {
+inline Panel panel(const Format& format, int64_t inputs) {
   const int number = format.scale == Scale::half ? 2 : format.scale == Scale::single ? 4 : 1;
   const int shift = format.shift == Shift::none ? 0 : format.shift == Shift::offset ? number : 1;
-  Stretch s = {};
+  Panel s = {};
   s.blocks = (inputs + kBlock - 1) / kBlock;
   s.groups = (inputs + format.group - 1) / format.group;
   s.supers = (inputs + kSuper - 1) / kSuper;
-  s.bases = size_t(s.groups) * kTile * number;
-  s.shifts = s.bases + (format.scale == Scale::level ? size_t(s.supers) * kTile * 2 : 0);
-  s.leasts = s.shifts + size_t(s.groups) * kTile * shift;
-  s.codes = s.leasts + (format.shift == Shift::minima ? size_t(s.supers) * kTile * 2 : 0);
+  s.bases = size_t(s.groups) * kNr * number;
+  s.shifts = s.bases + (format.scale == Scale::level ? size_t(s.supers) * kNr * 2 : 0);
+  s.leasts = s.shifts + size_t(s.groups) * kNr * shift;
+  s.codes = s.leasts + (format.shift == Shift::minima ? size_t(s.supers) * kNr * 2 : 0);
   s.codes = (s.codes + 63) / 64 * 64;
   s.end = s.codes + size_t(s.blocks) * 64 * format.bits;
   return s;
@@ -91,18 +91,18 @@ struct Layout {
   Format format;
   int64_t N, K, blocks, tiles;
   size_t tile_bytes;
-  Stretch whole, last;  // of 1024 inputs, and of what is left
+  Panel whole, last;  // of 1024 inputs, and of what is left
 
   int64_t supers() const { return (K + kSuper - 1) / kSuper; }
   void make(const Format& chosen, int64_t n, int64_t k) {
     format = chosen, N = n, K = k;
     blocks = (K + kBlock - 1) / kBlock;
-    tiles = (N + kTile - 1) / kTile;
+    tiles = (N + kNr - 1) / kNr;
     if (format.is_float()) {
-      tile_bytes = (size_t(K) * kTile * (format.bits / 8) + 63) / 64 * 64;
+      tile_bytes = (size_t(K) * kNr * (format.bits / 8) + 63) / 64 * 64;
     } else {
-      whole = stretch(format, kStretch), last = stretch(format, K % kStretch);
-      tile_bytes = size_t(K / kStretch) * whole.end + last.end;
+      whole = panel(format, kPanel), last = panel(format, K % kPanel);
+      tile_bytes = size_t(K / kPanel) * whole.end + last.end;
     }
   }
 };

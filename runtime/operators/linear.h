@@ -4,7 +4,7 @@
 
 namespace specexport {
 // Rows of activations, and what they are multiplied with. Kernels take rows in groups of `capacity`, the last of which
-// may be smaller; `arranged` has them group by group, so that what a kernel reads together lies together: floats are
+// may be smaller; `packed_rows` has them group by group, so that what a kernel reads together lies together: floats are
 // [groups, K, capacity] float32, codes [groups, supers, capacity] slots of 256 activations.
 //
 // One arithmetic for all instruction sets, so that they have the same bits (docstring of block_format.py). A sum of
@@ -29,7 +29,7 @@ constexpr size_t slot_bytes(bool level, int parts, bool shifted) {
 }
 
 inline size_t slot_bytes(const Format& f) { return slot_bytes(f.is_level(), f.parts(), f.shifted()); }
-inline size_t row_bytes(const Layout& layout) {  // arranged
+inline size_t row_bytes(const Layout& layout) {  // packed
   return layout.format.is_float() ? 4 * size_t(layout.K) : size_t(layout.supers()) * slot_bytes(layout.format);
 }
 struct Product {
@@ -38,7 +38,7 @@ struct Product {
   const float* bias;  // or null
   const float* x;     // [T, K]
   float* out;         // [T, N]
-  uint8_t* arranged;
+  uint8_t* packed_rows;
   int64_t rows, capacity, groups;  // T
 
   size_t group_bytes() const { return size_t(capacity) * row_bytes(layout); }
@@ -50,7 +50,7 @@ struct Product {
 
 struct Kernels {
   int64_t most, most_floats;  // rows of a group: of codes, of floats
-  void (*arrange)(const Product&, int64_t first_group, int64_t last_group);
+  void (*pack)(const Product&, int64_t first_group, int64_t last_group);
   // Some tiles for some groups. `work` has work_bytes of their rows.
   void (*multiply)(const Product&, int64_t first_tile, int64_t last_tile, int64_t first_group, int64_t last_group,
                    void* work);
@@ -62,7 +62,7 @@ struct Kernels {
   }
 };
 constexpr int kMostSums = 2;  // chains of a float sum
-inline size_t work_bytes(int64_t rows) { return 4 * kTile * (size_t(rows) * kMostSums + 2 * 2 * kStretch / kBlock); }
+inline size_t work_bytes(int64_t rows) { return 4 * kNr * (size_t(rows) * kMostSums + 2 * 2 * kPanel / kBlock); }
 
 const Kernels& kernels();  // of this processor
 // Some tiles for some groups; false if there is no memory.

@@ -12,16 +12,16 @@
 static_assert(!kSigned, "the unit's weights are unsigned");
 constexpr int64_t kManyRows = 16;
 constexpr int kAtOnce = 4;
-constexpr size_t kUnpacked = kBlock * kTile;  // bytes of a block
+constexpr size_t kUnpacked = kBlock * kNr;  // bytes of a block
 
 template <int bits>
-static void unpack_all(const uint8_t* codes, const uint8_t* book, int64_t blocks, uint8_t* lines) {
+static void unpack_all(const uint8_t* codes, const uint8_t* lut, int64_t blocks, uint8_t* lines) {
   constexpr int count = bits == kLookup ? 4 : bits;
   for (int64_t b = 0; b < blocks; b++, codes += 64 * count, lines += kUnpacked) {
     UNROLL for (int i = 0; i < count; i++) prefetch(codes + kAhead + 64 * i);
     for (int slice = 0; slice < kSlices; slice++) {
       U u[8];
-      unpack<bits>(codes + 4 * slice * kLanes, book, u);
+      unpack<bits>(codes + 4 * slice * kLanes, lut, u);
       UNROLL for (int q = 0; q < 8; q++) memcpy(lines + 64 * q + 4 * slice * kLanes, u + q, sizeof u[q]);
     }
   }
@@ -32,7 +32,7 @@ template <class Unit, int n = 0>
 INLINE void make_products(const uint8_t* slots, size_t slot, const uint8_t* lines, int64_t blocks, int32_t* out) {
   if constexpr (n < kAtOnce) {
     if (n >= blocks) return;
-    Unit::template product<n>(slots + n * kBlock, slot, lines + n * kUnpacked, out + n * kManyRows * kTile);
+    Unit::template product<n>(slots + n * kBlock, slot, lines + n * kUnpacked, out + n * kManyRows * kNr);
     make_products<Unit, n + 1>(slots, slot, lines, blocks, out);
   }
 }
@@ -40,51 +40,51 @@ INLINE void make_products(const uint8_t* slots, size_t slot, const uint8_t* line
 template <class Unit, bool shifted, bool level>
 static void multiply_group(const Part& p, int64_t rows) {
   constexpr size_t slot = slot_bytes(level, 1, shifted);
-  alignas(64) int32_t products[kAtOnce * kManyRows * kTile], whole[kManyRows * kTile];
+  alignas(64) int32_t products[kAtOnce * kManyRows * kNr], whole[kManyRows * kNr];
   for (int64_t b = 0; b < p.s.blocks; b += kAtOnce) {
     const uint8_t* slots = p.slots + size_t(b / 8) * p.stride;
     const int64_t in_slot = b % 8, blocks = p.s.blocks - b < kAtOnce ? p.s.blocks - b : kAtOnce;
     make_products<Unit>(slots + kBlock * in_slot, slot, p.codes + size_t(b) * kUnpacked, blocks, products);
     if (level && !in_slot) memset(whole, 0, sizeof whole);
-    for (int column = 0; column < kTile; column += kLanes) {
+    for (int column = 0; column < kNr; column += kLanes) {
       I levels[kAtOnce];
       if constexpr (level) {
         UNROLL for (int n = 0; n < kAtOnce; n++)
-          if (n < blocks) levels[n] = ilevels(p.head + (b + n) * kTile + column);
+          if (n < blocks) levels[n] = ilevels(p.head + (b + n) * kNr + column);
       }
       for (int64_t m = 0; m < rows; m++) {
         const uint8_t* row = slots + slot * size_t(m);
-        V sum = vload(p.sums + kTile * m + column);
+        V sum = vload(p.sums + kNr * m + column);
         I total;
-        memcpy(&total, whole + kTile * m + column, sizeof total);
+        memcpy(&total, whole + kNr * m + column, sizeof total);
         UNROLL for (int n = 0; n < kAtOnce; n++) {
           const int64_t at = 4 * (in_slot + n);
           if (n >= blocks) break;
           I found;
-          memcpy(&found, products + (n * kManyRows + m) * kTile + column, sizeof found);
+          memcpy(&found, products + (n * kManyRows + m) * kNr + column, sizeof found);
           if constexpr (level) {
             if (!shifted) found = iadd(found, iset(int_at(row + kSums + at)));
             total = imadd(found, iscaled(levels[n], iset(int_at(row + kFactors + at))), total);
           } else {
             found = iadd(found, iset(int_at(row + kStarts + at)));
-            const V scale = vload(p.scales + (b + n) * kTile + column);
+            const V scale = vload(p.scales + (b + n) * kNr + column);
             sum = vfma(to_float(found), vmul(scale, vset(load_single(row + kScales + at))), sum);
             if (shifted)
-              sum = vfma(vload(p.offsets + (b + n) * kTile + column), vset(load_single(row + kStarts + 32 + at)), sum);
+              sum = vfma(vload(p.offsets + (b + n) * kNr + column), vset(load_single(row + kStarts + 32 + at)), sum);
           }
         }
-        if constexpr (level) memcpy(whole + kTile * m + column, &total, sizeof total);
-        else vstore(p.sums + kTile * m + column, sum);
+        if constexpr (level) memcpy(whole + kNr * m + column, &total, sizeof total);
+        else vstore(p.sums + kNr * m + column, sum);
       }
     }
     if constexpr (level) {
       if (in_slot + kAtOnce < 8 && b + kAtOnce < p.s.blocks) continue;
-      for (int column = 0; column < kTile; column += kLanes) {
+      for (int column = 0; column < kNr; column += kLanes) {
         const Finish<1, shifted> finish(p, b / 8, column);
         for (int64_t m = 0; m < rows; m++) {
           I total;
-          memcpy(&total, whole + kTile * m + column, sizeof total);
-          finish.add(total, slots + slot * size_t(m), p.sums + kTile * m + column);
+          memcpy(&total, whole + kNr * m + column, sizeof total);
+          finish.add(total, slots + slot * size_t(m), p.sums + kNr * m + column);
         }
       }
     }
@@ -94,9 +94,9 @@ static void multiply_group(const Part& p, int64_t rows) {
 template <class Unit>
 static void multiply_with(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first, int64_t last,
                           void* work) {
-  if (p.capacity <= kMost || p.layout.format.is_float()) return multiply(p, first_tile, last_tile, first, last, work);
+  if (p.capacity <= kMr || p.layout.format.is_float()) return multiply(p, first_tile, last_tile, first, last, work);
   const Format& format = p.layout.format;
-  alignas(64) uint8_t lines[kStretch / kBlock * kUnpacked];
+  alignas(64) uint8_t lines[kPanel / kBlock * kUnpacked];
   Many many = {unpack_all<8>, nullptr, lines};
   switch (format.bits) {
     case 4: many.unpack = format.lookup ? unpack_all<kLookup> : unpack_all<4>; break;
@@ -115,8 +115,8 @@ static void multiply_with(const Product& p, int64_t first_tile, int64_t last_til
 // Whether a unit computes what it is to compute.
 template <class Unit>
 static bool multiplies_right() {
-  uint8_t slots[kManyRows][kAtOnce][kBlock], lines[kAtOnce][8][kTile][4];
-  int32_t out[kAtOnce][kManyRows][kTile];
+  uint8_t slots[kManyRows][kAtOnce][kBlock], lines[kAtOnce][8][kNr][4];
+  int32_t out[kAtOnce][kManyRows][kNr];
   for (size_t i = 0; i < sizeof slots; i++) (&slots[0][0][0])[i] = uint8_t(i * 157 >> 3);
   for (size_t i = 0; i < sizeof lines; i++) (&lines[0][0][0][0])[i] = uint8_t(i * 211 >> 2);
   memset(out, 0xff, sizeof out);
@@ -125,7 +125,7 @@ static bool multiplies_right() {
   Unit::end();
   for (int n = 0; n < kAtOnce; n++)
     for (int m = 0; m < kManyRows; m++)
-      for (int i = 0; i < kTile; i++) {
+      for (int i = 0; i < kNr; i++) {
         int32_t sum = 0;
         for (int k = 0; k < kBlock; k++) sum += int8_t(slots[m][n][k]) * lines[n][k / 4][i][k % 4];
         if (out[n][m][i] != sum) return false;

@@ -1,5 +1,5 @@
 // 256 bits: included by linear_avx2.cpp and linear_avxvnni.cpp inside their namespaces. A tile is two slices.
-constexpr int kLanes = 8, kMostFloats = 6, kAhead = 8192;  // 4 KB: up to 1.4 times as long, 16 KB the same (Zen 5)
+constexpr int kLanes = 8, kMrFloats = 6, kAhead = 8192;  // 4 KB: up to 1.4 times as long, 16 KB the same (Zen 5)
 using V = __m256;
 using I = __m256i;
 using U = __m256i;
@@ -21,9 +21,9 @@ template <int n>
 INLINE U ushl(U a) { return _mm256_slli_epi16(a, n); }
 template <int n>
 INLINE U ushr(U a) { return _mm256_srli_epi16(a, n); }
-INLINE U ulookup(const uint8_t* book, U a) {
+INLINE U ulookup(const uint8_t* lut, U a) {
   const U codes = _mm256_shuffle_epi8(
-      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(book))), a);
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(lut))), a);
   return kSigned ? uxor(codes, 0x80) : codes;
 }
 INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }

@@ -18,7 +18,7 @@
 namespace specexport {
 namespace avx512 {
 // Ten rows: 0.93 to 0.99 of the time of nine (q4_k, 10 to 100 rows). 4 KB ahead: 1.1 times as long (both on Zen 5).
-constexpr int kLanes = 16, kMost = 10, kMostFloats = 9, kAhead = 8192;
+constexpr int kLanes = 16, kMr = 10, kMrFloats = 9, kAhead = 8192;
 constexpr bool kSigned = false, kPairs = false;
 using V = __m512;
 using I = __m512i;
@@ -41,8 +41,8 @@ template <int n>
 INLINE U ushl(U a) { return _mm512_slli_epi16(a, n); }
 template <int n>
 INLINE U ushr(U a) { return _mm512_srli_epi16(a, n); }
-INLINE U ulookup(const uint8_t* book, U a) {
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(book))), a);
+INLINE U ulookup(const uint8_t* lut, U a) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(lut))), a);
 }
 INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
@@ -114,9 +114,9 @@ struct Amx {
   }
 };
 }  // namespace avx512
-const Kernels avx512_kernels = {avx512::kMost, avx512::kMostFloats, avx512::arrange, avx512::multiply};
+const Kernels avx512_kernels = {avx512::kMr, avx512::kMrFloats, avx512::pack, avx512::multiply};
 // From 64 rows: 0.90 to 0.97 of the time of reading 100 and 200 tokens (q4_k, two threads); 16 rows took 1.0 to 1.6.
-const Kernels amx_kernels = {avx512::kMost, avx512::kMostFloats, avx512::arrange,
+const Kernels amx_kernels = {avx512::kMr, avx512::kMrFloats, avx512::pack,
                              avx512::multiply_with<avx512::Amx>, avx512::kManyRows, 64};
 bool amx_multiplies_right() { return avx512::multiplies_right<avx512::Amx>(); }
 }  // namespace specexport

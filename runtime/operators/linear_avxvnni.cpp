@@ -16,10 +16,10 @@
 namespace specexport {
 namespace avxvnni {
 constexpr bool kSigned = false, kPairs = false;
-constexpr int kMost = 9;  // against 6: 0.89 to 0.98 of the time of 7 to 9 rows, 1.05 of 100 (int8, q4_k; Zen 5)
+constexpr int kMr = 9;  // against 6: 0.89 to 0.98 of the time of 7 to 9 rows, 1.05 of 100 (int8, q4_k; Zen 5)
 #include "linear_avx2.h"
 }  // namespace avxvnni
-const Kernels avxvnni_kernels = {avxvnni::kMost, avxvnni::kMostFloats, avxvnni::arrange, avxvnni::multiply};
+const Kernels avxvnni_kernels = {avxvnni::kMr, avxvnni::kMrFloats, avxvnni::pack, avxvnni::multiply};
 }  // namespace specexport
 #if defined(__clang__)
 #pragma clang attribute pop

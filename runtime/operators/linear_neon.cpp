@@ -15,7 +15,7 @@
 
 namespace specexport {
 namespace neon {
-constexpr int kLanes = 4, kMost = 8, kMostFloats = 8, kAhead = 4096;
+constexpr int kLanes = 4, kMr = 8, kMrFloats = 8, kAhead = 4096;
 constexpr bool kSigned = true, kPairs = false;
 using V = float32x4_t;
 using I = int32x4_t;
@@ -38,7 +38,7 @@ template <int n>
 INLINE U ushl(U a) { return vshlq_n_u8(a, n); }
 template <int n>
 INLINE U ushr(U a) { return vshrq_n_u8(a, n); }
-INLINE U ulookup(const uint8_t* book, U a) { return uxor(vqtbl1q_u8(vld1q_u8(book), a), 0x80); }
+INLINE U ulookup(const uint8_t* lut, U a) { return uxor(vqtbl1q_u8(vld1q_u8(lut), a), 0x80); }
 INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
 
 template <int bits>
@@ -81,7 +81,7 @@ template <class T>
 INLINE void pin(T&) {}
 #include "linear_tile.h"
 }  // namespace neon
-const Kernels neon_kernels = {neon::kMost, neon::kMostFloats, neon::arrange, neon::multiply};
+const Kernels neon_kernels = {neon::kMr, neon::kMrFloats, neon::pack, neon::multiply};
 }  // namespace specexport
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -11,9 +11,9 @@ constexpr int room_of(int bits) { return has_signs(bits) ? 1 : bits <= 4 ? 8 : b
 
 INLINE I add16(I a, I b) { return _mm256_add_epi16(a, b); }
 template <int bits, int q, int count>
-INLINE void unpack_some(const uint8_t* line, const uint8_t* book, U* u) {
-  u[0] = unpack_quad<bits, q>(line, book), u[1] = unpack_quad<bits, q>(line + 32, book);
-  if constexpr (count > 1) unpack_some<bits, q + 1, count - 1>(line, book, u + 2);
+INLINE void unpack_some(const uint8_t* line, const uint8_t* lut, U* u) {
+  u[0] = unpack_quad<bits, q>(line, lut), u[1] = unpack_quad<bits, q>(line + 32, lut);
+  if constexpr (count > 1) unpack_some<bits, q + 1, count - 1>(line, lut, u + 2);
 }
 INLINE I signed_quad(U u, U size, I q, I factor) {
   return _mm256_madd_epi16(_mm256_maddubs_epi16(size, _mm256_sign_epi8(q, u)), factor);
@@ -36,9 +36,9 @@ INLINE void add_quads(const Part& p, const uint8_t* line, const uint8_t* slots, 
   constexpr bool opens = first % whole == 0, closes = (first + step) % whole == 0;
   constexpr bool waits = room_of(bits) == 8 && parts == 1;  // in 16 bits, for the block's other half
   constexpr size_t slot = slot_bytes(level, parts, shifted);
-  const size_t at = size_t((block * parts + part) * kTile);
+  const size_t at = size_t((block * parts + part) * kNr);
   U u[8];
-  unpack_some<bits, first, step>(line, p.book, u);
+  unpack_some<bits, first, step>(line, p.lut, u);
   if constexpr (has_signs(bits)) {
     UNROLL for (int i = 0; i < 4; i++) u[4 + i] = _mm256_abs_epi8(u[i]);
   }
@@ -85,7 +85,7 @@ INLINE void add_quads(const Part& p, const uint8_t* line, const uint8_t* slots, 
       V total = vfma(to_float(found), scale, s.total[m][slice]);
       if constexpr (shifted && part == parts - 1) {
         UNROLL for (int n = 0; n < parts; n++)
-          total = vfma(vload(p.offsets + at + (n - part) * kTile + 8 * slice),
+          total = vfma(vload(p.offsets + at + (n - part) * kNr + 8 * slice),
                        vset(load_single(start + 32 * parts + 4 * (n - part))), total);
       }
       pin(total);
@@ -106,7 +106,7 @@ static void multiply_rows(const Part& p) {
     UNROLL for (int m = 0; m < M; m++) {
       UNROLL for (int slice = 0; slice < 2; slice++) {
         if (level) s.whole[m][slice] = izero();
-        else s.total[m][slice] = vload(p.sums + kTile * m + 8 * slice);
+        else s.total[m][slice] = vload(p.sums + kNr * m + 8 * slice);
       }
     }
     for (int64_t b = 0; b < blocks; b++) {
@@ -120,15 +120,15 @@ static void multiply_rows(const Part& p) {
         I pairs[8];
         constexpr bool above = !shifted && !has_signs(bits);  // codes lie above their values, by half of what bits give
         if constexpr (above)
-          load_pairs<parts>(p.head + from * parts * kTile + 8 * slice, blocks, true, pairs);
+          load_pairs<parts>(p.head + from * parts * kNr + 8 * slice, blocks, true, pairs);
         UNROLL for (int m = 0; m < M; m++) {
           I sum = s.whole[m][slice];
           if constexpr (above)
             sum = _mm256_sub_epi32(sum, _mm256_slli_epi32(add_up_pairs(pairs, slots + slot * m), bits - 1));
-          finish.add(sum, slots + slot * m, p.sums + kTile * m + 8 * slice);
+          finish.add(sum, slots + slot * m, p.sums + kNr * m + 8 * slice);
         }
       } else {
-        UNROLL for (int m = 0; m < M; m++) vstore(p.sums + kTile * m + 8 * slice, s.total[m][slice]);
+        UNROLL for (int m = 0; m < M; m++) vstore(p.sums + kNr * m + 8 * slice, s.total[m][slice]);
       }
     }
   }

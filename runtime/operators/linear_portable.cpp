@@ -10,7 +10,7 @@
 
 namespace specexport {
 namespace portable {
-constexpr int kLanes = 4, kMost = 2, kMostFloats = 2, kAhead = 0;
+constexpr int kLanes = 4, kMr = 2, kMrFloats = 2, kAhead = 0;
 constexpr bool kSigned = false, kPairs = false;
 typedef float V __attribute__((vector_size(16)));
 typedef int32_t I __attribute__((vector_size(16)));
@@ -64,8 +64,8 @@ template <int n>
 INLINE U ushl(U a) { return a << uint8_t(n); }
 template <int n>
 INLINE U ushr(U a) { return a >> uint8_t(n); }
-INLINE U ulookup(const uint8_t* book, U a) {
-  for (int i = 0; i < 16; i++) a[i] = book[a[i]];
+INLINE U ulookup(const uint8_t* lut, U a) {
+  for (int i = 0; i < 16; i++) a[i] = lut[a[i]];
   return a;
 }
 INLINE void prefetch(const uint8_t*) {}
@@ -114,5 +114,5 @@ template <class T>
 INLINE void pin(T&) {}
 #include "linear_tile.h"
 }  // namespace portable
-const Kernels portable_kernels = {portable::kMost, portable::kMostFloats, portable::arrange, portable::multiply};
+const Kernels portable_kernels = {portable::kMr, portable::kMrFloats, portable::pack, portable::multiply};
 }  // namespace specexport

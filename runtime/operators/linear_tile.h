@@ -3,7 +3,7 @@
 // V are floats, I are int32 of kLanes outputs; U are the bytes of a line for these outputs. A row's sum is taken in one
 // order, whatever rows stand beside it: over blocks, and in a block over its parts.
 
-constexpr int kSlices = kTile / kLanes;
+constexpr int kSlices = kNr / kLanes;
 constexpr int kLookup = 0;  // stands for the codebook where bits are asked for
 
 // Codes of one block, from unsigned planes of lines; signed ones where the products want them (8 bits, codebook).
@@ -14,7 +14,7 @@ INLINE U field(U line, int mask) {
   return uand(line, mask);
 }
 template <int bits, int q>
-INLINE U unpack_quad(const uint8_t* p, const uint8_t* book) {
+INLINE U unpack_quad(const uint8_t* p, const uint8_t* lut) {
   if constexpr (bits == 8) return kSigned ? uxor(uload(p + 64 * q), 0x80) : uload(p + 64 * q);
   U code = uload(p);
   if constexpr (bits == kLookup || bits >= 4) {
@@ -22,7 +22,7 @@ INLINE U unpack_quad(const uint8_t* p, const uint8_t* book) {
     code = uand(q < 4 ? line : ushr<4>(line), 15);
     p += 256;
   }
-  if constexpr (bits == kLookup) return ulookup(book, code);
+  if constexpr (bits == kLookup) return ulookup(lut, code);
   if constexpr (bits == 6) code = uor(code, field<q / 2 * 2, 4>(uload(p + 64 * (q % 2)), 0x30));
   if constexpr (bits == 2 || bits == 3) {
     code = field<q / 2 * 2, 0>(uload(p + 64 * (q % 2)), 3);
@@ -32,24 +32,24 @@ INLINE U unpack_quad(const uint8_t* p, const uint8_t* book) {
   return code;
 }
 template <int bits, int q = 0>
-INLINE void unpack(const uint8_t* p, const uint8_t* book, U* u) {
-  u[q] = unpack_quad<bits, q>(p, book);
-  if constexpr (q < 7) unpack<bits, q + 1>(p, book, u);
+INLINE void unpack(const uint8_t* p, const uint8_t* lut, U* u) {
+  u[q] = unpack_quad<bits, q>(p, lut);
+  if constexpr (q < 7) unpack<bits, q + 1>(p, lut, u);
 }
 
 // Whether sums of codes begin with another number than 0: see put_starts.
 template <int bits, bool shifted>
 constexpr bool kHasStarts = !shifted || (kSigned && bits == 8);
 
-// What a call of a kernel gets: a stretch of a tile, and some rows from its first block on.
+// What a call of a kernel gets: a panel of a tile, and some rows from its first block on.
 struct Part {
-  const uint8_t *head, *codes;  // of the stretch
-  const Stretch& s;
+  const uint8_t *head, *codes;  // of the panel
+  const Panel& s;
   const float *scales, *offsets;  // [blocks, parts, 16], of formats without levels
   const uint8_t* slots;
   size_t stride;  // bytes of 256 inputs' slots
   float* sums;    // [rows, 16], added to
-  const uint8_t* book;
+  const uint8_t* lut;
 };
 
 INLINE int32_t int_at(const uint8_t* p) {
@@ -60,10 +60,10 @@ INLINE int32_t int_at(const uint8_t* p) {
 // Two numbers of each output for each of 8 blocks: levels or minima of both parts, or that of the only one twice.
 template <int parts>
 INLINE void load_pairs(const uint8_t* p, int64_t blocks, bool levels, I* pairs) {
-  UNROLL for (int b = 0; b < 8; b++, p += kTile * parts) {
+  UNROLL for (int b = 0; b < 8; b++, p += kNr * parts) {
     pairs[b] = izero();
     if (b >= blocks) continue;
-    const uint8_t* odd = p + kTile * (parts - 1);
+    const uint8_t* odd = p + kNr * (parts - 1);
     pairs[b] = ipair(levels ? ilevels(p) : ibytes(p), levels ? ilevels(odd) : ibytes(odd));
   }
 }
@@ -78,11 +78,11 @@ struct Finish {
   V base, least;
   I pairs[8];
   MEMBER Finish(const Part& p, int64_t super, int column) {
-    const int64_t at = super * kTile + column;
+    const int64_t at = super * kNr + column;
     base = load_halves(p.head + p.s.bases + 2 * at);
     if constexpr (minima) {
       least = load_halves(p.head + p.s.leasts + 2 * at);
-      load_pairs<parts>(p.head + p.s.shifts + super * 8 * parts * kTile + column, p.s.blocks - super * 8, false, pairs);
+      load_pairs<parts>(p.head + p.s.shifts + super * 8 * parts * kNr + column, p.s.blocks - super * 8, false, pairs);
     }
   }
   MEMBER void add(I sum, const uint8_t* slot, float* to) const {
@@ -109,15 +109,15 @@ static void multiply_rows(const Part& p) {
       I whole[M];
       UNROLL for (int m = 0; m < M; m++) {
         if (level) whole[m] = izero();
-        else if (kSlices > 1 || super == 0) total[m] = vload(p.sums + kTile * m + column);
+        else if (kSlices > 1 || super == 0) total[m] = vload(p.sums + kNr * m + column);
       }
       for (int64_t b = 0; b < blocks; b++) {
         const uint8_t* line = p.codes + 64 * lines * (from + b);
-        const int64_t at = (from + b) * parts * kTile + column;
+        const int64_t at = (from + b) * parts * kNr + column;
         UNROLL for (int i = 0; i < (lines + kSlices - 1) / kSlices; i++)
           prefetch(line + kAhead + 64 * (slice + kSlices * i));
         U u[8];
-        unpack<bits>(line + 4 * column, p.book, u);
+        unpack<bits>(line + 4 * column, p.lut, u);
         UNROLL for (int m = 0; m < M; m++) {
           const uint8_t *row = slots + slot * m, *start = row + (level ? kSums : kStarts) + 4 * parts * b;
           const int8_t* values = reinterpret_cast<const int8_t*>(row + 32 * b);
@@ -128,23 +128,23 @@ static void multiply_rows(const Part& p) {
           if constexpr (level) {
             const I k = iset(int_at(row + kFactors + 4 * b));
             UNROLL for (int i = parts - 1; i >= 0; i--)
-              whole[m] = imadd(sums[i], iscaled(ilevels(p.head + at + i * kTile), k), whole[m]);
+              whole[m] = imadd(sums[i], iscaled(ilevels(p.head + at + i * kNr), k), whole[m]);
             if constexpr (kLanes == 8 && bits == 4 && (M == 4 || M > 6)) pin(whole[m]);  // 0.84, 0.97 (Zen 5)
           } else {
             const V scale = vset(load_single(row + kScales + 4 * b));
             UNROLL for (int i = 0; i < parts; i++)
-              total[m] = vfma(to_float(sums[i]), vmul(vload(p.scales + at + i * kTile), scale), total[m]);
+              total[m] = vfma(to_float(sums[i]), vmul(vload(p.scales + at + i * kNr), scale), total[m]);
             UNROLL for (int i = 0; shifted && i < parts; i++)
               total[m] =
-                  vfma(vload(p.offsets + at + i * kTile), vset(load_single(start + 32 * parts + 4 * i)), total[m]);
+                  vfma(vload(p.offsets + at + i * kNr), vset(load_single(start + 32 * parts + 4 * i)), total[m]);
           }
         }
       }
       if constexpr (level) {
         const Finish<parts, shifted> finish(p, super, column);
-        UNROLL for (int m = 0; m < M; m++) finish.add(whole[m], slots + slot * m, p.sums + kTile * m + column);
+        UNROLL for (int m = 0; m < M; m++) finish.add(whole[m], slots + slot * m, p.sums + kNr * m + column);
       } else if (kSlices > 1 || super == p.s.supers - 1) {
-        UNROLL for (int m = 0; m < M; m++) vstore(p.sums + kTile * m + column, total[m]);
+        UNROLL for (int m = 0; m < M; m++) vstore(p.sums + kNr * m + column, total[m]);
       }
     }
   }
@@ -153,7 +153,7 @@ static void multiply_rows(const Part& p) {
 using Rows = void (*)(const Part&);
 template <int bits, int parts, bool shifted, bool level, int M>
 static constexpr Rows rows_kernel() {
-  if constexpr (M <= kMost) return multiply_rows<bits, parts, shifted, level, M>;
+  if constexpr (M <= kMr) return multiply_rows<bits, parts, shifted, level, M>;
   return nullptr;
 }
 template <int b, int p, bool s, bool l = false>
@@ -183,14 +183,14 @@ static const Rows* rows_of(const Format& format) {
   }
 }
 
-// float32 scales and offsets of each part of a stretch's blocks.
+// float32 scales and offsets of each part of a panel's blocks.
 template <Scale kind, Shift shift>
-static void expand(const Format& format, const Stretch& s, const uint8_t* at, float* scales, float* offsets) {
+static void expand(const Format& format, const Panel& s, const uint8_t* at, float* scales, float* offsets) {
   const int64_t wanted = s.blocks * format.parts(), repeats = format.group <= kBlock ? 1 : format.group / kBlock;
   for (int64_t g = 0; g < s.groups; g++) {
     const int64_t first = g * repeats, end = first + repeats < wanted ? first + repeats : wanted;
-    UNROLL for (int column = 0; column < kTile; column += kLanes) {
-      const int64_t i = g * kTile + column;
+    UNROLL for (int column = 0; column < kNr; column += kLanes) {
+      const int64_t i = g * kNr + column;
       V scale, offset = vset(0.f);
       if constexpr (kind == Scale::half) scale = load_halves(at + 2 * i);
       if constexpr (kind == Scale::single) scale = vload(reinterpret_cast<const float*>(at) + i);
@@ -204,14 +204,14 @@ static void expand(const Format& format, const Stretch& s, const uint8_t* at, fl
         offset = kind == Scale::half ? load_halves(shifts + 2 * i) : vload(reinterpret_cast<const float*>(shifts) + i);
       if constexpr (shift == Shift::zero) offset = vmul(vmul(vset(-1.f), scale), to_float(ibytes(shifts + i)));
       for (int64_t r = first; r < end; r++) {
-        vstore(scales + r * kTile + column, scale);
-        if constexpr (shift != Shift::none) vstore(offsets + r * kTile + column, offset);
+        vstore(scales + r * kNr + column, scale);
+        if constexpr (shift != Shift::none) vstore(offsets + r * kNr + column, offset);
       }
     }
   }
-  for (int64_t i = s.groups * repeats * kTile; i < wanted * kTile; i++) scales[i] = offsets[i] = 0.f;
+  for (int64_t i = s.groups * repeats * kNr; i < wanted * kNr; i++) scales[i] = offsets[i] = 0.f;
 }
-using Expand = void (*)(const Format&, const Stretch&, const uint8_t*, float*, float*);
+using Expand = void (*)(const Format&, const Panel&, const uint8_t*, float*, float*);
 template <Scale kind>
 static Expand expand_by(Shift shift) {
   return shift == Shift::none ? expand<kind, Shift::none>
@@ -241,16 +241,16 @@ static void multiply_floats(const uint8_t* weight, const float* x, int64_t capac
     const int column = slice * kLanes;
     V even[M], odd[M];
     UNROLL for (int m = 0; m < M; m++) {
-      even[m] = vload(sums + kTile * 2 * m + column), odd[m] = vload(sums + kTile * (2 * m + 1) + column);
+      even[m] = vload(sums + kNr * 2 * m + column), odd[m] = vload(sums + kNr * (2 * m + 1) + column);
     }
     const uint8_t* p = weight + width * column;
     const float* row = x;
     int64_t k = 0;
-    for (; k + 2 <= inputs; k += 2, p += 2 * width * kTile, row += 2 * capacity) {
+    for (; k + 2 <= inputs; k += 2, p += 2 * width * kNr, row += 2 * capacity) {
       if (k / 2 % kSlices == slice) {
         UNROLL for (int i = 0; i < width / 2 * kSlices; i++) prefetch(p - width * column + kAhead + 64 * i);
       }
-      const V first = load_weights<kind>(p), second = load_weights<kind>(p + width * kTile);
+      const V first = load_weights<kind>(p), second = load_weights<kind>(p + width * kNr);
       UNROLL for (int m = 0; m < M; m++) {
         even[m] = vmadd(first, vset(row[m]), even[m]);
         odd[m] = vmadd(second, vset(row[capacity + m]), odd[m]);
@@ -261,14 +261,14 @@ static void multiply_floats(const uint8_t* weight, const float* x, int64_t capac
       UNROLL for (int m = 0; m < M; m++) even[m] = vmadd(first, vset(row[m]), even[m]);
     }
     UNROLL for (int m = 0; m < M; m++) {
-      vstore(sums + kTile * 2 * m + column, even[m]), vstore(sums + kTile * (2 * m + 1) + column, odd[m]);
+      vstore(sums + kNr * 2 * m + column, even[m]), vstore(sums + kNr * (2 * m + 1) + column, odd[m]);
     }
   }
 }
 using FloatRows = void (*)(const uint8_t*, const float*, int64_t, int64_t, float*);
 template <Scale kind, int M>
 static constexpr FloatRows float_kernel() {
-  if constexpr (M <= kMostFloats) return multiply_floats<kind, M>;
+  if constexpr (M <= kMrFloats) return multiply_floats<kind, M>;
   return nullptr;
 }
 template <Scale k>
@@ -277,9 +277,9 @@ static constexpr FloatRows kFloatRows[9] = {
     float_kernel<k, 6>(), float_kernel<k, 7>(), float_kernel<k, 8>(), float_kernel<k, 9>(),
 };
 
-// What multiplies groups of more than kMost rows: a stretch's codes are unpacked once for all of them.
+// What multiplies groups of more than kMr rows: a panel's codes are unpacked once for all of them.
 struct Many {
-  void (*unpack)(const uint8_t* codes, const uint8_t* book, int64_t blocks, uint8_t* lines);
+  void (*unpack)(const uint8_t* codes, const uint8_t* lut, int64_t blocks, uint8_t* lines);
   void (*multiply)(const Part&, int64_t rows);  // with `lines` as codes
   uint8_t* lines;  // [blocks, 8, 64]
 };
@@ -292,8 +292,8 @@ static void multiply_all(const Product& p, int64_t first_tile, int64_t last_tile
   const size_t slots = size_t(p.capacity) * slot_bytes(format), group_bytes = p.group_bytes();
   const int chains = format.is_float() ? 2 : 1;
   float* scales = static_cast<float*>(work);
-  float* offsets = scales + kTile * 2 * kStretch / kBlock;
-  float* sums = offsets + kTile * 2 * kStretch / kBlock;
+  float* offsets = scales + kNr * 2 * kPanel / kBlock;
+  float* sums = offsets + kNr * 2 * kPanel / kBlock;
   const Rows* rows = format.is_float() ? nullptr : rows_of(format);
   const Expand expand = expand_of(format);
   const FloatRows* float_rows = format.scale == Scale::f32   ? kFloatRows<Scale::f32>
@@ -301,20 +301,20 @@ static void multiply_all(const Product& p, int64_t first_tile, int64_t last_tile
                                                              : kFloatRows<Scale::bf16>;
   for (int64_t t = first_tile; t < last_tile; t++) {
     const uint8_t* at = p.weight + size_t(t) * layout.tile_bytes;
-    memset(sums, 0, sizeof(float) * size_t((last_row - first_row) * chains * kTile));
+    memset(sums, 0, sizeof(float) * size_t((last_row - first_row) * chains * kNr));
     // Floats: where a tile has several slices, each passes over the same weights, which must still be in the L1 cache.
-    const int64_t step = !format.is_float() ? kStretch : kSlices > 1 ? 64 : kStretch / 2;
+    const int64_t step = !format.is_float() ? kPanel : kSlices > 1 ? 64 : kPanel / 2;
     for (int64_t k = 0; k < layout.K; k += step) {
       const int64_t inputs = layout.K - k < step ? layout.K - k : step;
-      const Stretch& s = inputs == kStretch ? layout.whole : layout.last;
-      // What lies kAhead behind the head of a stretch comes next. Fetched in part, or later: 1.2 times as long (Zen 5).
+      const Panel& s = inputs == kPanel ? layout.whole : layout.last;
+      // What lies kAhead behind the head of a panel comes next. Fetched in part, or later: 1.2 times as long (Zen 5).
       for (size_t i = 0; !format.is_float() && i < s.codes; i += 64) prefetch(at + kAhead + i);
       if (!format.is_float() && !format.is_level()) expand(format, s, at, scales, offsets);
       if (many) many->unpack(at + s.codes, format.lookup, s.blocks, many->lines);
       for (int64_t g = first; g < last; g++) {
         const int64_t row = g * p.capacity, count = p.rows - row < p.capacity ? p.rows - row : p.capacity;
-        const uint8_t* group = p.arranged + size_t(g) * group_bytes;
-        float* to = sums + (row - first_row) * chains * kTile;
+        const uint8_t* group = p.packed_rows + size_t(g) * group_bytes;
+        float* to = sums + (row - first_row) * chains * kNr;
         if (format.is_float()) {
           const float* x = reinterpret_cast<const float*>(group) + k * p.capacity;
           float_rows[count - 1](at, x, p.capacity, inputs, to);
@@ -325,13 +325,13 @@ static void multiply_all(const Product& p, int64_t first_tile, int64_t last_tile
           many ? many->multiply(part, count) : rows[count - 1](part);
         }
       }
-      at += format.is_float() ? size_t(inputs) * kTile * (format.bits / 8) : s.end;
+      at += format.is_float() ? size_t(inputs) * kNr * (format.bits / 8) : s.end;
     }
-    const int64_t column = t * kTile, width = layout.N - column < kTile ? layout.N - column : kTile;
+    const int64_t column = t * kNr, width = layout.N - column < kNr ? layout.N - column : kNr;
     for (int64_t row = first_row; row < last_row; row++) {
-      const float* sum = sums + (row - first_row) * chains * kTile;
-      float total[kTile];
-      for (int i = 0; i < kTile; i++) total[i] = chains == 2 ? sum[i] + sum[kTile + i] : sum[i];
+      const float* sum = sums + (row - first_row) * chains * kNr;
+      float total[kNr];
+      for (int i = 0; i < kNr; i++) total[i] = chains == 2 ? sum[i] + sum[kNr + i] : sum[i];
       if (p.bias)
         for (int64_t i = 0; i < width; i++) total[i] += p.bias[column + i];
       memcpy(p.out + row * layout.N + column, total, sizeof(float) * size_t(width));
@@ -395,11 +395,11 @@ static void fill_scales(const Format& format, const float* x, uint8_t* slot) {
           float(parts == 2 ? sums[i] : sums[0] + sums[1]) * scale);
   }
 }
-static void arrange(const Product& p, int64_t first, int64_t last) {
+static void pack(const Product& p, int64_t first, int64_t last) {
   const Layout& layout = p.layout;
   const size_t slot = slot_bytes(layout.format);
   for (int64_t g = first; g < last; g++) {
-    uint8_t* group = p.arranged + size_t(g) * p.group_bytes();
+    uint8_t* group = p.packed_rows + size_t(g) * p.group_bytes();
     for (int64_t m = 0; m < p.capacity && g * p.capacity + m < p.rows; m++) {
       const float* x = p.x + (g * p.capacity + m) * layout.K;
       if (layout.format.is_float()) {

@@ -9,7 +9,7 @@
 
 namespace specexport {
 namespace {
-constexpr int64_t kMost = 1024, kAsk = 8, kFound = 8, kCut = 5, kBlock = 512;
+constexpr int64_t kMostCut = 1024, kAsk = 8, kFound = 8, kCut = 5, kBlock = 512;
 constexpr double kColdest = 1e-300;  // temperature
 
 struct Candidate {
@@ -71,14 +71,14 @@ struct Blocks {
   }
 };
 
-// Ids and logits of those from `least` on, at most kMost; one more than that if there are more.
+// Ids and logits of those from `least` on, at most kMostCut; one more than that if there are more.
 int64_t gather(const float* x, const float* tops, const Blocks& row, float least, int32_t* ids, float* values) {
   int64_t found = 0;
   for (int64_t block = 0; block < row.count(); block++) {
     if (!(tops[block] >= least)) continue;
     for (int64_t i = block * kBlock, end = i + row.size(block); i < end; i++) {
       if (!(x[i] >= least)) continue;
-      if (found == kMost) return kMost + 1;
+      if (found == kMostCut) return kMostCut + 1;
       ids[found] = int32_t(i), values[found++] = x[i];
     }
   }
@@ -108,13 +108,13 @@ using namespace specexport;
 // there are no candidates, or more than `few` (1024 at most), has 0 that stay.
 ORT_EXPORT void specexport_cut_rows(int64_t rows, int64_t few, const double* asks, const double* found, const double* kept_masses,
                                     const int32_t* ids, const float* values, double* cut, int64_t* kept_ids, double* kept_probs) {
-  Candidate all[kMost];
+  Candidate all[kMostCut];
   for (int64_t row = 0; row < rows; row++, asks += kAsk, found += kFound, cut += kCut, ids += few, values += few,
                kept_ids += few, kept_probs += few) {
     const double temperature = asks[0], uniform = asks[2], token = asks[3], least = asks[4], top_k = asks[5], of_all = asks[6];
     const double peak = found[0], total = found[1];
     cut[0] = 0;
-    if (!(temperature > 0) || asks[7] == 0 || !isfinite(total) || !(found[5] >= 1 && found[5] <= few && few <= kMost)) continue;
+    if (!(temperature > 0) || asks[7] == 0 || !isfinite(total) || !(found[5] >= 1 && found[5] <= few && few <= kMostCut)) continue;
     int64_t count = int64_t(found[5]);
     for (int64_t i = 0; i < count; i++) all[i] = {ids[i], 0.0, values[i]};
     sort(all, count, [](const Candidate& a, const Candidate& b) { return a.value > b.value || (a.value == b.value && a.id < b.id); });
@@ -151,8 +151,8 @@ ORT_EXPORT void specexport_cut_rows(int64_t rows, int64_t few, const double* ask
 ORT_EXPORT void specexport_cut_surplus(int64_t num_targets, const int64_t* target_ids, const double* target_probs, int64_t num_drafts,
                                        const int64_t* draft_ids, const double* draft_probs, double weight, double uniform,
                                        double* out) {
-  double masses[kMost], sum = 0;
-  num_targets = num_targets < kMost ? num_targets : kMost;
+  double masses[kMostCut], sum = 0;
+  num_targets = num_targets < kMostCut ? num_targets : kMostCut;
   for (int64_t i = 0, j = 0; i < num_targets; i++) {
     while (j < num_drafts && draft_ids[j] < target_ids[i]) j++;
     const bool is_both = j < num_drafts && draft_ids[j] == target_ids[i];
@@ -184,18 +184,18 @@ ORT_EXPORT void specexport_find_row(const float* x, int64_t count, const double*
   for (int64_t i = 0; i < kFound; i++) found[i] = 0;
   found[0] = peak, found[1] = NAN, found[7] = is_odd ? -1.0 : double(likeliest);
   if (is_odd || !isfinite(peak) || !(temperature > 0)) return;
-  const Softmax law = {peak, 1 / fmax(temperature, kColdest), 1};
+  const Softmax softmax = {peak, 1 / fmax(temperature, kColdest), 1};
   double total = 0;
   const bool is_whole = ask[7] == 0 || top_p > 0;  // else what the cuts leave says all
   for (int64_t block = 0; is_whole && block < row.count(); block++)
-    total += sums[block] = with.weigh(x + block * kBlock, row.size(block), law, nullptr);
+    total += sums[block] = with.weigh(x + block * kBlock, row.size(block), softmax, nullptr);
   found[1] = is_whole ? total : 1;
   if (ask[7] == 0) {
-    const auto fill = [&](int64_t block) { with.weigh(x + block * kBlock, row.size(block), law, row.masses); };
+    const auto fill = [&](int64_t block) { with.weigh(x + block * kBlock, row.size(block), softmax, row.masses); };
     const int64_t drawn = row.draw(uniform * total, fill);
     found[2] = double(drawn), found[3] = row.masses[drawn % kBlock] / total;
     if (token >= 0 && token < double(row.width)) {
-      with.weigh(x + int64_t(token), 1, law, row.masses);
+      with.weigh(x + int64_t(token), 1, softmax, row.masses);
       found[4] = row.masses[0] / total;
     }
     return;
@@ -210,7 +210,7 @@ ORT_EXPORT void specexport_find_row(const float* x, int64_t count, const double*
     const bool is_last = !is_open || step <= least || nats > 750;
     const int64_t taken = gather(x, tops, row, is_last ? least : float(step), ids, values);
     found[5] = double(taken);
-    if (is_last || taken > kMost || (top_k > 0 && double(taken) >= top_k)) return;
+    if (is_last || taken > kMostCut || (top_k > 0 && double(taken) >= top_k)) return;
     double mass = 0;
     for (int64_t i = 0; i < taken && top_p > 0; i++) mass += exp((double(values[i]) - peak) / temperature);
     if (top_p > 0 && mass >= top_p * total) return;
@@ -227,7 +227,7 @@ ORT_EXPORT void specexport_row_surplus(const double* ask, const float* q, const 
   const auto masses = [&](int64_t block, double* into) {
     const int64_t start = block * kBlock, size = row.size(block);
     const int64_t both = drafts - start < 0 ? 0 : drafts - start < size ? drafts - start : size;
-    double sum = both ? with.surplus(q + start, of_q, p + start, of_p, both, into) : 0;
+    double sum = both ? with.residual(q + start, of_q, p + start, of_p, both, into) : 0;
     if (size > both) sum += with.weigh(q + start + both, size - both, of_q, into ? into + both : nullptr);
     return sum;
   };

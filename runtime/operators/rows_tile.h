@@ -25,10 +25,10 @@ INLINE V exp_of(V x) {
   return (V)((I)(sum * (V)power) & (I)(x >= all(-708.0)));
 }
 
-INLINE V weights_of(const float* x, const Softmax& law) {
+INLINE V weights_of(const float* x, const Softmax& softmax) {
   F some;
   memcpy(&some, x, sizeof some);
-  return exp_of((__builtin_convertvector(some, V) - law.peak) * law.inverse) * law.scale;
+  return exp_of((__builtin_convertvector(some, V) - softmax.peak) * softmax.inverse) * softmax.scale;
 }
 
 INLINE double total(V value) {
@@ -82,10 +82,10 @@ INLINE double over(int64_t count, double* out, Mass mass, Last last) {
 }
 
 template <bool kStores>
-INLINE double weigh_as(const float* x, int64_t count, const Softmax& law, double* weights) {
+INLINE double weigh_as(const float* x, int64_t count, const Softmax& softmax, double* weights) {
   return over<kStores>(
-      count, weights, [&](int64_t i) TARGET { return weights_of(x + i, law); },
-      [&](int64_t i) TARGET { return weights_of(Rest(x + i, count - i).x, law); });
+      count, weights, [&](int64_t i) TARGET { return weights_of(x + i, softmax); },
+      [&](int64_t i) TARGET { return weights_of(Rest(x + i, count - i).x, softmax); });
 }
 
 INLINE V above(V q, V p) {
@@ -94,7 +94,7 @@ INLINE V above(V q, V p) {
 }
 
 template <bool kStores>
-INLINE double surplus_as(const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
+INLINE double residual_as(const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
   return over<kStores>(
       count, masses, [&](int64_t i) TARGET { return above(weights_of(q + i, of_q), weights_of(p + i, of_p)); },
       [&](int64_t i) TARGET {
@@ -102,14 +102,14 @@ INLINE double surplus_as(const float* q, const Softmax& of_q, const float* p, co
       });
 }
 
-TARGET double weigh(const float* x, int64_t count, const Softmax& law, double* weights) {
-  return weights ? weigh_as<true>(x, count, law, weights) : weigh_as<false>(x, count, law, nullptr);
+TARGET double weigh(const float* x, int64_t count, const Softmax& softmax, double* weights) {
+  return weights ? weigh_as<true>(x, count, softmax, weights) : weigh_as<false>(x, count, softmax, nullptr);
 }
 
-TARGET double surplus(const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
-  return masses ? surplus_as<true>(q, of_q, p, of_p, count, masses) : surplus_as<false>(q, of_q, p, of_p, count, nullptr);
+TARGET double residual(const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
+  return masses ? residual_as<true>(q, of_q, p, of_p, count, masses) : residual_as<false>(q, of_q, p, of_p, count, nullptr);
 }
 }  // namespace
 
-extern const RowKernels KERNELS = {top, weigh, surplus};
+extern const RowKernels KERNELS = {top, weigh, residual};
 }  // namespace specexport

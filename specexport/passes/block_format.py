@@ -1,7 +1,7 @@
 """Packed weights of the CPU's operators: which formats there are, and where each byte lies.
 
-A weight [N, K] is cut into tiles of 16 outputs, and these into stretches of 1024 inputs, one after the other. Of a
-stretch there is what its scales and offsets are made of, filled up to a multiple of 64 bytes, then the codes of its
+A weight [N, K] is cut into tiles of 16 outputs, and these into panels of 1024 inputs, one after the other. Of a
+panel there is what its scales and offsets are made of, filled up to a multiple of 64 bytes, then the codes of its
 blocks of 32 inputs. ``runtime/operators/formats.h`` reads the same::
 
     value[n, k] = scale * (code - zero) + offset
@@ -53,8 +53,8 @@ TILE = 16
 """Outputs of a tile."""
 BLOCK = 32
 """Inputs whose activations share a scale."""
-STRETCH = 1024
-"""Inputs of a stretch."""
+PANEL = 1024
+"""Inputs of a panel."""
 _SUPER = 256  # inputs that share a base
 _LINE = 64
 _CHUNK = 1 << 22  # weights worked on at a time: bounds the memory beside the result
@@ -146,7 +146,7 @@ def packed_shape(format: str, n: int, k: int) -> tuple[int, int]:  # noqa: A002
     if format in FLOATS:
         return tiles, _up(TILE * k * FLOATS[format], _LINE)
     form = layout(format)
-    return tiles, sum(_head_bytes(form, part) + _code_bytes(form, part) for part in _stretches(k))
+    return tiles, sum(_head_bytes(form, part) + _code_bytes(form, part) for part in _panels(k))
 
 
 def pack(format: str, weight: BlockWeight) -> Packed:  # noqa: A002
@@ -258,12 +258,12 @@ def _chunks(n: int, k: int, size: int = _CHUNK) -> Iterator[npt.NDArray[np.int64
     return (np.arange(start, min(start + step, n)) for start in range(0, n, step))
 
 
-def _stretches(k: int) -> list[int]:
-    return [min(STRETCH, k - start) for start in range(0, k, STRETCH)]
+def _panels(k: int) -> list[int]:
+    return [min(PANEL, k - start) for start in range(0, k, PANEL)]
 
 
 def _arrays(form: Layout) -> dict[str, tuple[np.dtype, int]]:
-    """What a stretch begins with: names, types, and inputs that share an element."""
+    """What a panel begins with: names, types, and inputs that share an element."""
     half: np.dtype = np.dtype("<f2")
     byte: np.dtype = np.dtype(np.uint8)
     number = {"half": half, "power": byte}.get(form.scale, np.dtype("<f4"))
@@ -288,10 +288,10 @@ def _code_bytes(form: Layout, inputs: int) -> int:
 
 
 def _places(form: Layout, k: int) -> Iterator[tuple[int, int, int, dict[str, tuple[np.dtype, int, int, int]]]]:
-    """Of each stretch its first input, inputs, the byte of its codes, and its arrays: type, first, last, and byte."""
+    """Of each panel its first input, inputs, the byte of its codes, and its arrays: type, first, last, and byte."""
     at = 0
-    for index, inputs in enumerate(_stretches(k)):
-        start, byte, arrays = index * STRETCH, at, {}
+    for index, inputs in enumerate(_panels(k)):
+        start, byte, arrays = index * PANEL, at, {}
         for name, (dtype, share) in _arrays(form).items():
             first, last = start // share, -(-(start + inputs) // share)
             arrays[name] = (dtype, first, last, byte)

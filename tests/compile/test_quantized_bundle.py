@@ -75,7 +75,7 @@ class Weights:
         self.found = {node.inputs[1].const_value: node.attributes for node in nodes}  # type: ignore[union-attr]
 
     def change(self, kind: str, change: Callable[[dict[str, np.ndarray]], None]) -> None:
-        """Change ``codes``, ``scales`` and ``zeros`` of every stretch of each weight of a format."""
+        """Change ``codes``, ``scales`` and ``zeros`` of every panel of each weight of a format."""
         content = bytearray(self.data.read_bytes())
         changed = 0
         for tensor, told in self.found.items():

@@ -18,12 +18,12 @@ namespace {
 void product(const Kernels& set, Product& p, int64_t rows) {
   p.rows = rows;
   p.cut(set.most_of(p.layout, rows));
-  p.arranged = static_cast<uint8_t*>(malloc(size_t(p.groups) * p.group_bytes() + 1));
+  p.packed_rows = static_cast<uint8_t*>(malloc(size_t(p.groups) * p.group_bytes() + 1));
   void* work = malloc(work_bytes(rows));
-  set.arrange(p, 0, p.groups);
+  set.pack(p, 0, p.groups);
   set.multiply(p, 0, p.layout.tiles, 0, p.groups, work);
   free(work);
-  free(p.arranged);
+  free(p.packed_rows);
 }
 
 // The greatest difference between two products, relative to the largest output.

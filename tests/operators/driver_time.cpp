@@ -124,11 +124,11 @@ int time_kernels() {
     for (int64_t i = 0; i < rows * p.layout.K; i++) x[i] = draw_float();
     p.x = x, p.rows = rows, p.out = static_cast<float*>(malloc(sizeof(float) * size_t(rows * p.layout.N)));
     p.cut(kernels().most_of(p.layout, rows));
-    p.arranged = static_cast<uint8_t*>(aligned_alloc(64, (size_t(p.groups) * p.group_bytes() + 127) / 64 * 64));
+    p.packed_rows = static_cast<uint8_t*>(aligned_alloc(64, (size_t(p.groups) * p.group_bytes() + 127) / 64 * 64));
     double arranging = 1e9;
     for (int i = 0; i < 15; i++) {
       const double start = now();
-      for (int n = 0; n < 10; n++) kernels().arrange(p, 0, p.groups);
+      for (int n = 0; n < 10; n++) kernels().pack(p, 0, p.groups);
       const double took = (now() - start) / 10;
       arranging = took < arranging ? took : arranging;
     }
@@ -149,7 +149,7 @@ int time_kernels() {
     printf("%.9f %.2f %.3f %.9f\n", seconds, macs * double(task.count) * cycle / seconds / threads, read / seconds,
            arranging);
     fflush(stdout);
-    free(room), free(products), free(p.arranged), free(p.out), free(x);
+    free(room), free(products), free(p.packed_rows), free(p.out), free(x);
   }
   free(weight);
   return 0;

@@ -15,7 +15,7 @@ struct UnsignedTiles : EmulatedTiles {  // takes activations for unsigned
   }
 };
 }  // namespace portable
-const Kernels tiles_and_portable = {portable::kMost, portable::kMostFloats, portable::arrange,
+const Kernels tiles_and_portable = {portable::kMr, portable::kMrFloats, portable::pack,
                                     portable::multiply_with<EmulatedTiles>, portable::kManyRows, 16};
 bool the_check_knows_right_units() {
   return portable::multiplies_right<EmulatedTiles>() && !portable::multiplies_right<portable::UnsignedTiles>();

@@ -11,7 +11,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from specexport.passes.block_format import BOOKS, FLOATS, NAMED, STRETCH, layout, pack, pack_float, unpack
+from specexport.passes.block_format import BOOKS, FLOATS, NAMED, PANEL, layout, pack, pack_float, unpack
 from specexport.passes.block_weight import BlockForm, Blocks, BlockWeight, Spread, Stored
 from tests.support.references import block_arithmetic
 from tests.support.references.block_arithmetic import reference
@@ -209,7 +209,7 @@ def main() -> None:
     library, generator = sys.argv[1], np.random.default_rng(int(sys.argv[2]))
     require_kernels(library)
     for _ in range(int(sys.argv[3])):
-        name, n, k = str(generator.choice(ALL)), generator.integers(1, 100), generator.integers(1, 2 * STRETCH)
+        name, n, k = str(generator.choice(ALL)), generator.integers(1, 100), generator.integers(1, 2 * PANEL)
         assert_right(library, name, int(n), int(k), generator)
     assert_largest_fit(library)
     for index, name in enumerate(ALL):

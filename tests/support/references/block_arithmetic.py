@@ -129,7 +129,7 @@ def product(name: str, packed: np.ndarray, n: int, k: int, x: np.ndarray) -> npt
 
 
 def fields(name: str, packed: np.ndarray, n: int, k: int) -> dict[str, np.ndarray]:
-    """What a packed weight stores: codes less their zeros [n, k], and the arrays of its stretches as numbers."""
+    """What a packed weight stores: codes less their zeros [n, k], and the arrays of its panels as numbers."""
     form = blocks.layout(name)
     codes, scales, offsets = blocks.stored(name, packed, n, k)
     found = {"codes": codes, "scales": scales} | ({} if offsets is None else {"offsets": offsets})
