@@ -3,8 +3,11 @@
 import json
 import os
 import platform
+import re
 import statistics
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -65,3 +68,15 @@ def report(title: str, rows: Sequence[tuple[str, str]], record: dict[str, Any], 
     if json_path is not None:
         record = {"title": title, "command": sys.argv, "machine": machine, **record}
         json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def wait_for_port(process: subprocess.Popen[str]) -> int:
+    """Where a server listens, by its log, which a thread reads to the end; SystemExit if it does not come up."""
+    said, log = "", process.stderr
+    assert log is not None  # noqa: S101  # it is a pipe
+    for line in log:
+        said += line
+        if found := re.search(r"Serving \S+ at http://\S+:(\d+)\.", line):
+            threading.Thread(target=log.read, daemon=True).start()
+            return int(found[1])
+    raise SystemExit(f"the server did not start: {said}")

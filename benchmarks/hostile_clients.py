@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from common import report
+from common import report, wait_for_port
 from lean_clients import Connection, dechunk
 
 from tests.support.servers.hostile import TEMPLATE, attack, hostile_clients
@@ -78,11 +78,11 @@ class Server:
         self._keys.write("\n".join([*HONEST, HOSTILE]))
         self._keys.flush()
         command = [sys.executable, __file__, "--serve", str(bundle), "--port", "0", "--api-key-file", self._keys.name]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen([*command, "--tool-call-parser", "json", *options], text=True, **pipes)
 
     def __enter__(self) -> "Server":
-        self.port = int(self.process.stdout.readline().rsplit(":", 1)[1])
+        self.port = wait_for_port(self.process)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,14 +14,13 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import DEMO_PROMPTS, median, read_prompts, report
+from common import DEMO_PROMPTS, median, read_prompts, report, wait_for_port
 from lean_clients import send_all
 
 from specexport_runtime import AsyncSpecEngine, SamplingParams, SpecEngine
@@ -41,21 +40,15 @@ class Serving(NamedTuple):
 def server(bundle: Path, *options: str) -> Iterator[Serving]:
     """``specexport serve`` as a process of its own. It must end with 0 when it is told to."""
     command = [Path(sys.executable).with_name("specexport"), "serve", bundle, "--port", "0", *options]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        try:
-            assert process.stdout is not None  # noqa: S101  # it is a pipe
-            line = process.stdout.readline()
-            if "http://" not in line:
-                log.seek(0)
-                raise SystemExit(f"the server did not start: {line}{log.read()}")
-            yield Serving(int(line.rsplit(":", 1)[1]), process.pid)
-            process.send_signal(signal.SIGTERM)
-            if (code := process.wait(60)) != 0:
-                raise SystemExit(f"the server ended with {code}")
-        finally:
-            process.kill()
-            process.wait()
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        yield Serving(wait_for_port(process), process.pid)
+        process.send_signal(signal.SIGTERM)
+        if (code := process.wait(60)) != 0:
+            raise SystemExit(f"the server ended with {code}")
+    finally:
+        process.kill()
+        process.wait()
 
 
 def in_threads(engine: SpecEngine, requests: list[Body], count: int) -> dict[str, Any]:

@@ -126,11 +126,11 @@ def test_production_environment_serves_with_the_extra_and_asks_for_it_without(pr
     assert added.returncode == 0, added.stderr
     for package in NOT_IN_PRODUCTION:
         assert run([production / "python", "-c", f"import {package}"], cwd=tmp_path).returncode != 0, package
-    with subprocess.Popen([str(part) for part in command], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen([str(part) for part in command], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as server:
         try:
-            assert server.stdout is not None
-            line = server.stdout.readline()
-            url = line.split()[-1]
+            assert server.stderr is not None
+            said = next(line for line in server.stderr if "Serving " in line)
+            url = said.split()[-1].rstrip(".")
             answer = httpx.post(f"{url}/v1/completions", json={"prompt": "def f(", "max_tokens": 4}, timeout=HANG_S)
             assert answer.status_code == 200, answer.text
             server.terminate()
