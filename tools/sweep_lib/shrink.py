@@ -141,7 +141,9 @@ def _repeated(fields: dict[str, Any], layers: str | None, repeats: int) -> dict[
     kinds = fields.get("layers_block_type", ()) if layers is None else fields[layers]
     count = int(fields.get("num_hidden_layers", len(kinds) if isinstance(kinds, list) else kinds))
     found: dict[str, Any] = {
-        key: value * repeats for key, value in fields.items() if isinstance(value, list) and len(value) == count
+        key: value * repeats
+        for key, value in fields.items()
+        if isinstance(value, list) and len(value) == count and "limit" not in key
     }
     if "attention_types" in fields:  # GPT-Neo's lists with how often they come
         found["attention_types"] = [[names, times * repeats] for names, times in fields["attention_types"]]
