@@ -139,7 +139,7 @@ def _shrunk(kind: Any, overrides: dict[str, Any], repeats: int) -> Any:
 def _repeated(fields: dict[str, Any], layers: str | None, repeats: int) -> dict[str, Any]:
     """All layers several times, with what is said of each."""
     kinds = fields.get("layers_block_type", ()) if layers is None else fields[layers]
-    count = int(fields.get("num_hidden_layers", len(kinds) if isinstance(kinds, list) else kinds))
+    count = int(fields.get("num_hidden_layers", len(kinds) if isinstance(kinds, (list, tuple)) else kinds))
     found: dict[str, Any] = {
         key: value * repeats
         for key, value in fields.items()
