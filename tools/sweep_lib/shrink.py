@@ -143,7 +143,7 @@ def _repeated(fields: dict[str, Any], layers: str | None, repeats: int) -> dict[
     found: dict[str, Any] = {
         key: value * repeats
         for key, value in fields.items()
-        if isinstance(value, list) and len(value) == count and "limit" not in key
+        if isinstance(value, list) and len(value) == count and re.search("layer|types|intermediate|pattern", key)
     }
     if "attention_types" in fields:  # GPT-Neo's lists with how often they come
         found["attention_types"] = [[names, times * repeats] for names, times in fields["attention_types"]]
