@@ -317,8 +317,9 @@ def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | Non
     if not Path(source).expanduser().exists():  # a hub id: fetching it needs what building needs
         require_export_stack(find_backend(recipe.backend))
     found = resolve_source(source, revision, remote_code=recipe.trust_remote_code)
-    named = (role, source, revision, found.name, hash_source(found), holds_quantized(found))
-    remember_place(source, hash_source(found))
+    digest = hash_source(found)
+    remember_place(source, digest)
+    named = (role, source, revision, found.name, digest, holds_quantized(found))
     weights = [file for file in found.files if file.suffix in (".safetensors", ".gguf")]
     others = found._replace(files=tuple(file for file in found.files if file.suffix != ".safetensors"))
     return ModelSource(

@@ -88,12 +88,16 @@ def check_packed(model: Any, calls: ModelCalls) -> LayerKinds | str:
     with watch.installed():
         next(_packed_steps(model, calls, sequences, kept))
     kinds = watch.result()
-    if isinstance(kinds, str):
-        _compare(model, calls, sequences, _by_states(calls))
-        return kinds
-    few = kinds.traced()
-    with only(kinds, few):
-        _compare(model, calls_of(calls, kinds, few), sequences, _by_states(calls))
+    if not isinstance(kinds, str):
+        few = kinds.traced()
+        try:
+            with only(kinds, few):
+                _compare(model, calls_of(calls, kinds, few), sequences, _by_states(calls))
+        except Exception:  # a model may look into layers that have nothing in them: the whole one decides
+            kinds = "a few of its layers do not work alone"
+        else:
+            return kinds
+    _compare(model, calls, sequences, _by_states(calls))
     return kinds
 
 

@@ -179,8 +179,8 @@ def _trace_layers(
         with only(kinds, traced):
             finish = partial(unroll, kinds=kinds, traced=traced, weights=weights, taps=taps)
             return trace(calls_of(calls, kinds, traced), finish), None
-    except Exception as error:  # a model may look into layers that have nothing in them
-        return trace(calls), str(error) if isinstance(error, Unlike) else "it looks into its layers"
+    except Exception as error:  # of the exporter too: the whole model decides
+        return trace(calls), str(error) if isinstance(error, Unlike) else "a few of its layers are not exported alone"
 
 
 def trace_step(

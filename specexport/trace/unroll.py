@@ -250,11 +250,25 @@ class _Unrolling:
     def _copy(self, layer: _Layer, number: int, pattern: _Pattern, hidden: ir.Value, before: ir.Node) -> ir.Value:
         """Write a layer's nodes once more, for layer ``number``; gives its hidden state."""
         emit, copies = Emitter(self._graph), dict[ir.Value, ir.Value]()
+
+        def read(value: ir.Value | None, place: _Place) -> ir.Value | None:
+            """What the new layer reads where the other one reads ``value``."""
+            if value is None or value in copies:
+                return value if value is None else copies[value]
+            if place in pattern.hidden:
+                return hidden
+            if place in pattern.numbers:
+                made = emit.node("Constant", [], {"value": ir.tensor(np.full_like(_content(value), number))}).outputs[0]
+                made.type, made.shape = value.type, _copied(value.shape)
+                return made
+            if value in self._kept:
+                return self._input(value, number)
+            if value.is_initializer() and not self._is_constant(value):
+                return self._weight(value, self._weight_name(value, layer.number, number))
+            return value
+
         for index, node in enumerate(layer.nodes):
-            inputs = [
-                self._read(value, (index, at), layer.number, number, pattern, hidden, copies, emit)
-                for at, value in enumerate(node.inputs)
-            ]
+            inputs = [read(value, (index, at)) for at, value in enumerate(node.inputs)]
             made = emit.node(
                 node.op_type, inputs, node.attributes, outputs=len(node.outputs), domain=node.domain,
                 name=f"{node.name}.{number}",
@@ -267,33 +281,6 @@ class _Unrolling:
                     self._graph.outputs.append(new)
         emit.place(before=before)
         return copies[layer.result]
-
-    def _read(
-        self,
-        value: ir.Value | None,
-        place: _Place,
-        of: int,
-        number: int,
-        pattern: _Pattern,
-        hidden: ir.Value,
-        copies: Mapping[ir.Value, ir.Value],
-        emit: Emitter,
-    ) -> ir.Value | None:
-        """What layer ``number`` reads where layer ``of`` reads ``value``."""
-        if value is None or place in pattern.hidden:
-            return value if value is None else hidden
-        if place in pattern.numbers:
-            held = ir.tensor(np.full_like(_content(value), number))
-            made = emit.node("Constant", [], {"value": held}).outputs[0]
-            made.type, made.shape = value.type, _copied(value.shape)
-            return made
-        if value in copies:
-            return copies[value]
-        if value in self._kept:
-            return self._input(value, number)
-        if value.is_initializer() and not self._is_constant(value):
-            return self._weight(value, self._weight_name(value, of, number))
-        return value
 
     def _name(self, sides: Mapping[str, Sequence[TensorSpec]], kept: _Kept, number: int) -> str:
         return sides[kept.word][kept.at].name.format(i=self._kinds.numbers(kept.word, number)[kept.call])

@@ -91,6 +91,19 @@ def test_what_is_computed_between_layers_is_seen() -> None:
     assert kinds_of(model) == "something is computed between its layers"
 
 
+def test_a_model_that_looks_into_its_layers_is_traced_whole() -> None:
+    """Layers that are not traced have nothing in them meanwhile."""
+    model = make_llama(num_hidden_layers=4)
+    own = model.model.forward
+
+    def forward(*given: Any, **named: Any) -> Any:
+        assert all(layer.mlp.up_proj.weight is not None for layer in model.model.layers)
+        return own(*given, **named)
+
+    model.model.forward = forward
+    assert kinds_of(model) == "a few of its layers do not work alone"
+
+
 class _Counting(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
     def __init__(self, index: int) -> None:
         super().__init__()

@@ -167,8 +167,7 @@ def watch_output() -> Iterator[None]:
     """Tell a closed output (``ClosedOutputError``) from other broken pipes (``RuntimeError``), which are defects."""
     try:
         yield
-        if sys.stdout is not None:
-            sys.stdout.flush()  # at the interpreter's end it would be a traceback
+        sys.stdout.flush()  # at the interpreter's end it would be a traceback
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # so rich ends
             raise ClosedOutputError from error
