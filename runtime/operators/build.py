@@ -15,13 +15,15 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "specexport_runtime"
-FLAGS = ["-std=c++17", "-O3", "-shared", "-s", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
+FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
 FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
+LINK_FLAGS = ["-shared", "-s"]
 _CPUS = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 
 
@@ -90,7 +92,7 @@ def sources() -> list[Path]:
 
 def fingerprint() -> str:
     """Of all sources and flags, so that a stale library is found."""
-    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    digest = hashlib.sha256(" ".join(FLAGS + LINK_FLAGS).encode())
     for path in sources():
         digest.update(path.relative_to(HERE).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -108,24 +110,40 @@ def compile_library(target: str, out: Path, *, sanitize: str = "", program: Path
     Raises:
         BuildError: there is no compiler, or it failed.
     """
-    flags = list(FLAGS)
+    flags, links = list(FLAGS), list(LINK_FLAGS)
     if sanitize:
-        flags = [flag for flag in flags if flag not in ("-O3", "-s")]
+        flags.remove("-O3")
+        links[links.index("-s")] = f"-fsanitize={sanitize}"
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1"]
     if program:
-        flags = [flag for flag in flags if flag != "-shared"] + [f"-I{HERE}", "-pthread"]
+        flags += [f"-I{HERE}", "-pthread"]
+        links[links.index("-shared")] = "-pthread"
     flags += [] if target.startswith("win32") else ["-fPIC"]
     # ONNX Runtime unloads a library with its last session, and threads keep what it has given them.
-    flags += ["-Wl,-z,nodelete", "-Wl,--as-needed"] if target.startswith("linux") and not program else []
+    links += ["-Wl,-z,nodelete", "-Wl,--as-needed"] if target.startswith("linux") and not program else []
     files = [*(path for path in sources() if path.suffix == ".cpp"), *([program] if program else [])]
     compiler = shlex.split(os.environ.get("CXX") or "g++") if sanitize else _compiler(target)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".operators-") as folder:
         made = Path(folder) / out.name  # Mach-O files know their name
-        command = [*compiler, *flags, f'-DSPECEXPORT_BUILD="{fingerprint()}"', "-o", str(made), *map(str, files)]
+        objects, empty = [Path(folder) / f"{at}.o" for at in range(len(files))], Path(folder) / "empty.c"
+        empty.touch()
+        named = f'-DSPECEXPORT_BUILD="{fingerprint()}"'
         # Else zig keeps 46 MB in the home directory.
         caches = {name: os.environ.get(name) or folder for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
-        try:
+
+        def run(*arguments: "str | Path") -> None:
+            command = [*compiler, *map(str, arguments)]
             subprocess.run(command, check=True, env={**os.environ, **caches})  # noqa: S603 the compiler
+
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:  # a core each: one takes a minute for all
+                # Before zig links for the first time it makes the C library's part, as long as it compiles a file.
+                tasks = [pool.submit(run, "-shared", empty, "-o", empty.with_suffix(".so"))]
+                for file, to in zip(files, objects, strict=True):
+                    tasks.append(pool.submit(run, *flags, named, "-c", file, "-o", to))
+                for task in tasks:
+                    task.result()
+            run(*links, *objects, "-o", made)
         except OSError as error:
             raise BuildError(f"{compiler[0]} cannot be run ({error.strerror}): set CXX to a C++17 compiler.") from error
         except subprocess.CalledProcessError as error:
