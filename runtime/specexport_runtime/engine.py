@@ -20,7 +20,7 @@ from specexport_runtime.requests.results import GenerationResult, Prompt, Stream
 from specexport_runtime.requests.stats import PaddingStats, PhaseTimes
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.structured import StructuredOutputs
-from specexport_runtime.watch.observe import EngineLoad, EngineObserver
+from specexport_runtime.telemetry.observers import EngineLoad, EngineObserver
 
 _log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.utils import floatToGoString
 
-from specexport_runtime.watch.counts import EngineCounts, Histogram
+from specexport_runtime.telemetry.counts import EngineCounts, Histogram
 
 if TYPE_CHECKING:
     from specexport_runtime.engine import SpecEngine
     from specexport_runtime.requests.request import Request
-    from specexport_runtime.watch.observe import RoundRecord
+    from specexport_runtime.telemetry.observers import RoundRecord
 
 LABELS = ("model_name", "engine")
 """Labels of every metric, as in vLLM."""

@@ -9,9 +9,9 @@ from specexport_runtime.requests.records import Branch, Proposal, RoundTrace, Sh
 from specexport_runtime.requests.request import RoundEvent
 from specexport_runtime.requests.results import StreamChunk, StreamPiece, make_chunk
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.watch.counts import EngineCounts
-from specexport_runtime.watch.never_accepted import NeverAccepted
-from specexport_runtime.watch.observe import RoundRecord
+from specexport_runtime.telemetry.counts import EngineCounts
+from specexport_runtime.telemetry.never_accepted import NeverAccepted
+from specexport_runtime.telemetry.observers import RoundRecord
 from tests.support.fakes.drafter_kinds import KINDS, NOISES
 from tests.support.fakes.grown_trees import let_trees_grow
 from tests.support.fakes.loop import make_sequence, run

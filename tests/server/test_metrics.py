@@ -18,8 +18,8 @@ from specexport_runtime.metrics import EngineMetrics
 from specexport_runtime.requests.records import Proposal
 from specexport_runtime.requests.results import GenerationResult
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.watch.counts import EngineCounts, Histogram, length_bounds
-from specexport_runtime.watch.observe import RoundRecord
+from specexport_runtime.telemetry.counts import EngineCounts, Histogram, length_bounds
+from specexport_runtime.telemetry.observers import RoundRecord
 from tests.support.servers.serving import MAX_MODEL_LEN, VOCAB, fake_engine
 
 LABELS = {"model_name", "engine"}

@@ -12,7 +12,7 @@ from specexport_runtime.requests.stats import UNNAMED, DraftCounts, counts_of, s
 
 if TYPE_CHECKING:
     from specexport_runtime.requests.request import FinishReason, Request
-    from specexport_runtime.watch.observe import RoundRecord
+    from specexport_runtime.telemetry.observers import RoundRecord
 
 # vLLM's bounds, and finer ones below for small models on CPUs: a quantile is no finer than the bounds around it.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
