@@ -26,8 +26,6 @@ _WINDOW, _LATELY = 128, 15  # samples that count for a ratio, and rounds for the
 _SEEN = 3  # rounds after which a drafter is no stranger here
 _OFTEN, _PAIRS, _SELDOM = 4, 12, 64
 """Every fourth draft is shorter until so many pairs of rounds differed; later one of 64 that were all as long."""
-_COMPARED, _ENOUGH = 4, 16
-"""Pairs of rounds from which drafts are judged beside what their tokens add to a step, or rounds if few differed."""
 _SOON, _LATER = 48, 8  # every round is looked at first, then every eighth: many samples take longer to order
 _FADING = 0.75
 """What is left of the logarithm of a ratio in the next life if nothing confirmed it in this one."""
@@ -139,7 +137,7 @@ class LearnedCosts:
         steps.count += 1
         if steps.count <= _SOON or not steps.count % _LATER:
             for name, of_size in sorted(self._samples, key=lambda key: key[0] != _EXTRA):
-                if of_size == size and (name == _EXTRA or steps.pairs >= _COMPARED or steps.count >= _ENOUGH):
+                if of_size == size:
                     self._judge(name, size)
 
     def adopt(self) -> bool:

@@ -85,12 +85,6 @@ class RequestAcceptance:
         _count(self._tests, self._fails, slots, accepted, rejected, _MEMORY)
         self.shared.observe(slots, accepted, rejected=rejected)
 
-    def fade(self) -> None:
-        """Half of what was counted is forgotten: what a bypassed drafter did long ago tells little of it now."""
-        self._tests = [0.5 * tests for tests in self._tests]
-        self._fails = [0.5 * fails for fails in self._fails]
-        self._known = -1
-
     @property
     def failure_rates(self) -> list[float]:
         """By slot."""
