@@ -57,10 +57,10 @@ def test_an_engine_s_counts_are_those_of_its_requests(decoded):
     counts = EngineCounts()
     counts.set_limits(100, 3)
     counts.add_round(RoundRecord(events, 0, 1.0), 1.0)
-    drafts = counts.all_drafts()
+    drafts = counts.all_drafts
     for name in ("drafted", "accepted", "branches", "accepted_branches"):
         assert getattr(drafts, name) == sum(getattr(seq.stats, name) for seq in sequences)
-    assert sum(counts.accepted_at()) == drafts.accepted  # each once, at its depth
+    assert sum(counts.accepted_at.values()) == drafts.accepted  # each once, at its depth
     assert decoder.times.moved > 0
     assert 0 < decoder.times.move < decoder.times.accept
 

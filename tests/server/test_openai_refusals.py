@@ -287,23 +287,6 @@ def test_limits_of_the_server():
         served.wait_until_idle()
 
 
-PLAIN = {"speculative": {"drafter": "none"}}  # 390 steps: it runs for seconds
-
-
-def test_a_full_queue_takes_all_choices_or_none():
-    config = ServerConfig(model_name="small", max_waiting=1)
-    with Served(lambda: fake_engine(1, step_seconds=0.01), config) as served, client_of(served) as client:
-        running = client.completions.create(model="small", prompt="w1", max_tokens=390, stream=True, extra_body=PLAIN)
-        next(iter(running))
-        with pytest.raises(openai.RateLimitError) as full:
-            client.completions.create(model="small", prompt="w1", n=2)
-        assert full.value.code == "queue_full"
-        assert int(full.value.response.headers["retry-after"]) >= 1
-        assert served.engine.num_active == 1  # the one of the two that there was room for was not taken either
-        running.close()
-        served.wait_until_idle()
-
-
 def test_what_is_taken_and_refused_is_in_openapi(http):
     paths = http.get("/openapi.json").json()["paths"]
     for path, needed in ((COMPLETIONS, "prompt"), (CHAT, "messages"), (RESPONSES, "input")):

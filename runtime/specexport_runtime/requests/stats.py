@@ -67,14 +67,7 @@ def counts_of(counts: dict[str, DraftCounts], drafter: str) -> DraftCounts:
 
 def sum_counts(parts: Iterable[DraftCounts]) -> DraftCounts:
     """Several counts together."""
-    total = DraftCounts()
-    for part in parts:
-        total.rounds += part.rounds
-        total.drafted += part.drafted
-        total.accepted += part.accepted
-        total.branches += part.branches
-        total.accepted_branches += part.accepted_branches
-    return total
+    return DraftCounts(*map(sum, zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 def sum_by_drafter(parts: Iterable[dict[str, DraftCounts]]) -> dict[str, DraftCounts]:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specexport_runtime.requests.request import Request
 
+PROBES = frozenset({"/health", "/ready", "/metrics"})
+"""Paths that are asked all the time: not traced, and logged only at DEBUG unless they fail in a way not their job."""
+
 
 @dataclass
 class RequestLog:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from specexport_runtime.server.request_log import PROBES, RequestLog
+
 if TYPE_CHECKING:
     from specexport_runtime.requests.request import Request
-    from specexport_runtime.server.request_log import RequestLog
 
-NOT_TRACED = frozenset({"/health", "/ready", "/metrics"})
 MAX_TRACED_SEQUENCES = 16
 """Choices of one request that get spans of their own; the numbers of all are on the request's span."""
 
@@ -37,7 +37,7 @@ class Tracing:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, inside its span."""
         log: RequestLog | None = scope.get("state", {}).get("log")
-        if log is None or scope["path"] in NOT_TRACED or not is_set_up():
+        if log is None or scope["path"] in PROBES or not is_set_up():
             await self.app(scope, receive, send)
             return
         from opentelemetry import trace
@@ -94,7 +94,7 @@ def _start(scope: Scope) -> Any:
     )
 
 
-def _finish(span: Any, scope: Scope, log: "RequestLog") -> None:
+def _finish(span: Any, scope: Scope, log: RequestLog) -> None:
     from opentelemetry import trace
 
     route = getattr(scope.get("route"), "path", None)  # of low cardinality, unlike the path
@@ -116,7 +116,7 @@ def _finish(span: Any, scope: Scope, log: "RequestLog") -> None:
     _add_phases(span, log)
 
 
-def _generation(path: str, log: "RequestLog") -> dict[str, Any]:
+def _generation(path: str, log: RequestLog) -> dict[str, Any]:
     """Attributes of a request that reached the engine: of the GenAI conventions, and ours."""
     if not log.requests:
         return {}
@@ -143,7 +143,7 @@ def _as_attribute(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
 
 
-def _add_phases(parent: Any, log: "RequestLog") -> None:
+def _add_phases(parent: Any, log: RequestLog) -> None:
     from opentelemetry import trace
 
     if not log.requests:
