@@ -7,14 +7,24 @@ from typing import NamedTuple
 from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.lookahead.round import Ask, Stage
 
+# Judged by test_replay.py's modelled seconds: the mean of all its cases, and the worst one.
 _MARGIN = 0.02
-"""Drafting must promise so much more than plain decoding: costs are known no better than that."""
+"""Drafting must promise so much more than plain decoding: costs are known no better than that.
+
+Replayed: without it 1.4 % slower at worst, with 0.1 8 %.
+"""
 _WORTH_READING = 0.1
-"""The same before a drafter reads what it may read in vain: while a batch fills, or while it has no record."""
+"""The same before a drafter reads what it may read in vain: while a batch fills, or while it has no record.
+
+Replayed: 0.02 is 0.2 % slower, and 7 % at worst.
+"""
 _TRIED_LOOKAHEAD, _HOPED = 2, 0.9
-"""A drafter that is not known yet drafts at least so many tokens, if it would pay with so good an acceptance."""
+"""A drafter that is not known yet drafts at least so many tokens, if it would pay with so good an acceptance.
+
+Replayed: without the rule 1.4 % slower, and 28 % at worst; 0.8 and 0.95 are within 2 % in each case.
+"""
 _BEST = 0.95
-"""Acceptance of a draft that is as good as drafts are."""
+"""Acceptance of a draft that is as good as drafts are. Replayed: where none need be so good, 2 % slower at worst."""
 
 Rule = Callable[[Stage], None]
 
