@@ -14,7 +14,7 @@ from specexport_runtime.metrics import EngineMetrics
 from specexport_runtime.server import chat, completions, responses_api, tokens
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, ErrorBody, as_api_error
-from specexport_runtime.server.guard import add_guards, refused
+from specexport_runtime.server.guard import Guard, refused
 from specexport_runtime.server.logs import AccessLog
 from specexport_runtime.server.models import adapter_of, describe_models
 from specexport_runtime.server.page import find_page
@@ -56,7 +56,7 @@ def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = Non
     app.add_exception_handler(ApiError, _answer)
     app.add_exception_handler(RequestValidationError, _answer_validation)
     app.add_exception_handler(HTTPException, _answer_http)
-    add_guards(app, settings)
+    app.add_middleware(Guard, config=settings, state=state)
     app.add_middleware(Tracing)
     app.add_middleware(AccessLog)  # what is added last comes first
     return app

@@ -15,15 +15,7 @@ MAX_TRACED_SEQUENCES = 16
 """Choices of one request that get spans of their own; the numbers of all are on the request's span."""
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/completions": "text_completion"}
-_PARAMS = {
-    "temperature": "gen_ai.request.temperature",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "max_tokens": "gen_ai.request.max_tokens",
-    "frequency_penalty": "gen_ai.request.frequency_penalty",
-    "presence_penalty": "gen_ai.request.presence_penalty",
-    "seed": "gen_ai.request.seed",
-}
+_PARAMS = ("temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "presence_penalty", "seed")
 """Sampling parameters that the GenAI conventions name. Stop strings are text of the client's and stay out."""
 _COUNTERS = ("rounds", "drafted", "accepted")
 
@@ -128,7 +120,7 @@ def _generation(path: str, log: RequestLog) -> dict[str, Any]:
         "gen_ai.response.model": log.model,
         "gen_ai.request.choice.count": len(log.requests) if len(log.requests) > 1 else None,
         "gen_ai.request.stream": log.streamed,
-        **{attribute: _as_attribute(getattr(params, name)) for name, attribute in _PARAMS.items()},
+        **{f"gen_ai.request.{name}": _as_attribute(getattr(params, name)) for name in _PARAMS},
         "gen_ai.usage.input_tokens": log.total("num_prompt_tokens"),
         "gen_ai.usage.output_tokens": log.total("num_generated_tokens"),
         "gen_ai.response.finish_reasons": [sequence.finish_reason or "cancelled" for sequence in log.requests],
