@@ -22,12 +22,6 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = "# 日本語 é\nname = '🙂"
 
 
-@pytest.fixture(scope="module")
-def client(fake_served):
-    with client_of(fake_served) as client:
-        yield client
-
-
 @pytest.mark.parametrize(("count", "streamed"), [(0, False), (3, True)])
 def test_of_completions(client, fake_served, count, streamed):
     params = {"model": "fake", "prompt": "w1 w2", "n": 2, "seed": 3, "max_tokens": 12, "logprobs": count}

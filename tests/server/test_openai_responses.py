@@ -26,12 +26,6 @@ DELTA = "response.output_text.delta"
 
 
 @pytest.fixture(scope="module")
-def client(fake_served):
-    with client_of(fake_served) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def chat_served(demo_bundle):
     def load():
         engine = SpecEngine.load(demo_bundle, max_num_seqs=2, num_threads=1, spin=False)
@@ -98,12 +92,6 @@ def test_an_answer_that_ends_is_completed(client, fake_served):
     assert without_times(answer.to_dict())["output"][0]["status"] == "completed"
 
 
-def test_an_answer_can_be_sent_back(client):
-    first = create(client, max_output_tokens=3, **LOGPROBS)
-    again = create(client, input=[*INPUT, *first.output, {"role": "user", "content": "w1"}], max_output_tokens=3)
-    assert again.usage.input_tokens == 4 + 3 + 1
-
-
 @pytest.mark.parametrize("extra", [{}, LOGPROBS | {"speculative": {"token_origins": True}}], ids=str)
 def test_a_stream_tells_what_the_whole_answer_tells(client, fake_served, extra):
     body = {"input": INPUT, "seed": 4, "max_output_tokens": 20} | extra
@@ -140,14 +128,6 @@ def test_log_probabilities_are_those_of_chats(client):
     assert found == [item.to_dict() for item in chat.choices[0].logprobs.content]
     assert answer.top_logprobs == 2
     assert create(client, max_output_tokens=2).output[0].content[0].logprobs == []
-
-
-def test_the_clients_own_stream_follows(client, fake_served):
-    with client.responses.stream(model="fake", input="w1 w2", temperature=0, max_output_tokens=20) as stream:
-        texts = [event.snapshot for event in stream if event.type == DELTA]
-    wanted = alone(fake_served, "w1 w2", temperature=0, max_tokens=20).text
-    assert texts[-1] == wanted
-    assert all(wanted.startswith(text) for text in texts)
 
 
 class Person(BaseModel):
