@@ -159,52 +159,6 @@ def test_an_answer_is_parsed(chat_served):
         assert client.responses.create(**common | {"extra_body": extra}).output_text in ("red", "green")
 
 
-REFUSED = [
-    ({"max_tokens": 5}, "max_tokens", "unknown_parameter"),
-    ({"input": []}, "input", "invalid_value"),
-    ({"input": 5}, "input", "invalid_type"),
-    ({"input": [{"role": "user"}]}, "input[0].content", "missing_required_parameter"),
-    ({"input": [{"role": "tool", "content": "w1"}]}, "input[0].role", "invalid_value"),
-    ({"input": [{"role": "user", "content": "w1", "x": 1}]}, "input[0].x", "unknown_parameter"),
-    ({"input": [*INPUT, {"type": "item_reference", "id": "a"}]}, "input[3].type", None),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", None),
-    ({"input": [{"role": "user", "content": [{"type": "text", "text": "w1"}]}]}, "input[0].content[0].type", None),
-    ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
-    ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
-    ({"prompt": {"id": "p"}}, "prompt", "unsupported_parameter"),
-    ({"background": True}, "background", "unsupported_parameter"),
-    ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
-    ({"tools": [{"type": "function", "name": "f"}]}, "tools", "unsupported_parameter"),  # by the chat template
-    ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_parameter"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
-    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
-    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "missing_required_parameter"),
-    ({"text": {"format": FORMAT | {"name": "a b"}}}, "text.format.name", "invalid_value"),
-    ({"text": {"format": FORMAT | {"schema": {"type": "string"}}}}, "text.format.schema", "invalid_value"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unknown_parameter"),
-    ({"include": ["file_search_call.results"]}, "include[0]", "invalid_value"),
-    ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
-    ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "invalid_value"),
-    ({"metadata": {"a": "x" * 513}}, "metadata.a", "invalid_value"),
-    ({"metadata": {"a" * 65: "x"}}, "metadata." + "a" * 65, "invalid_value"),
-    ({"metadata": {"a": 1}}, "metadata.a", "invalid_type"),
-    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", None),
-]
-
-
-@pytest.mark.parametrize(("body", "param", "code"), REFUSED, ids=lambda value: str(value)[:60])
-def test_what_cannot_be_held_is_named(fake_served, body, param, code):
-    answer = patience.post(fake_served.url + PATH, json={"input": "w1"} | body)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["param"] == param
-    assert error["code"] == (code or error["code"])
-    assert error["message"].count(param.split(".")[0].split("[")[0])
-    for name in ("messages", "response_format", "max_completion_tokens"):
-        assert name in body or name not in error["message"]
-
-
 def test_a_stream_that_fails_says_so():
     stepper = Stepper()
     with stepper.served as served, ThreadPoolExecutor(1) as pool:
