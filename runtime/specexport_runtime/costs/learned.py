@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 _T = TypeVar("_T")
-# Judged by test_replay.py's modelled seconds, the mean of all its cases and the worst one; what chance may do, and how
+# Judged by test_replay.py's modelled seconds, some numbers on a part of its cases; what chance may do, and how
 # soon a wrong ratio must be found, by test_learned_costs.py.
 WRONG = 1.2
 """A ratio is mended when it is off by this factor. Replayed: 1.1 is the same but for 0.5 % at worst."""

@@ -22,7 +22,7 @@ the next one is drafted.
 from bisect import bisect_right
 from collections.abc import Sequence
 
-# Judged by test_replay.py's modelled seconds: the mean of all its cases, and the worst one.
+# Judged by test_replay.py's modelled seconds: the mean and the worst, of all its cases or a part.
 GUESS, MODEL_GUESS = 0.4, 0.3
 """Failure rates before anything was tested: of any draft, and of a draft model that was chosen for its target.
 

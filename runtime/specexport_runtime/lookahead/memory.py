@@ -16,7 +16,7 @@ from specexport_runtime.lookahead.acceptance import (
 from specexport_runtime.lookahead.trees import shared_chances
 from specexport_runtime.requests.records import Proposal
 
-# Judged by test_replay.py's modelled seconds: the mean of all its cases, and the worst one.
+# Judged by test_replay.py's modelled seconds: the mean and the worst, of all its cases or a part.
 _FEW_TESTS = 1.9  # two: they fade. Replays know no costs before; for those that do, see test_goodput.py
 _SHARE = 0.01
 """Of the time of plain decoding, what a drafter that does not pay may cost: docs/adaptive.md promises it."""

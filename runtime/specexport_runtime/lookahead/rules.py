@@ -7,7 +7,7 @@ from typing import NamedTuple
 from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.lookahead.round import Ask, Stage
 
-# Judged by test_replay.py's modelled seconds: the mean of all its cases, and the worst one.
+# Judged by test_replay.py's modelled seconds: the mean and the worst, of all its cases or a part.
 _MARGIN = 0.02
 """Drafting must promise so much more than plain decoding: costs are known no better than that.
 
