@@ -22,8 +22,8 @@ from specexport.verify.checkpoint import (
     recorded_revision,
     recorded_rounding,
 )
+from specexport.verify.logits import make_sequences
 from specexport.verify.perplexity import Likeliest, score_engine
-from specexport.verify.tensors import make_sequences
 from specexport_runtime.bundle.arrays import load_cut_head
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
