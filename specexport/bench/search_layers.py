@@ -138,8 +138,6 @@ class _Trial:
         texts = engine.generate(self._prompts, self._params, speculation=False)
         self.num_tokens = sum(len(text.token_ids) for text in texts)
         self._context = sum(map(len, self._prompts), self.num_tokens) // len(prompts)
-        if not any(len(text.token_ids) > 1 for text in texts):
-            raise InvalidRequestError("the target writes nothing to any prompt.", "give others, or --ignore-eos.")
 
     def judge(self, mask: BoolArray) -> LayerSelection:
         """What is expected of a choice of parts."""
@@ -157,8 +155,11 @@ class _Trial:
             remember=False,
         )
         positions = count_positions([each for result in results for each in result.trace or ()], "self")
-        if not positions or engine.cost_curves is None:
-            return LayerSelection(mask, 0.0, 1, 1.0)
+        if not positions:
+            raise InvalidRequestError(
+                "the texts are too short for a draft.", "give a larger --max-tokens, other prompts, or --ignore-eos."
+            )
+        assert engine.cost_curves is not None  # noqa: S101 - only engines without `auto` have none
         costs = step_seconds(
             engine.cost_curves, engine.learned_costs, "self", self._context, results[0].stats.layer_choice
         )

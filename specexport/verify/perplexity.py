@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from specexport.compile.closeness import log_softmax
 from specexport.verify.tolerance import TextLimits
 from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.errors import InvalidRequestError
@@ -77,9 +78,7 @@ class TextScorer:
                 self._read(own, int(self._cut_head.ids.searchsorted(token)))
 
     def _read(self, row: Float32Array, token: int) -> None:
-        wide = row.astype(np.float64)
-        highest = wide.max()
-        logs = wide - (highest + np.log(np.exp(wide - highest).sum()))
+        logs = log_softmax(row)
         self._loss -= float(logs[token])
         if self._reference is None:
             size = min(NUM_LIKELIEST, len(logs))

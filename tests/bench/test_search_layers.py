@@ -272,11 +272,12 @@ def test_layers_of_no_gates_and_altered_and_broken_files_are_refused(bundle):
         (["--temperature", "0,0.5"], "--search-layers takes one --temperature."),
         (["--seed", "-1"], "the seed is -1."),
         (["--max-tokens", "95"], "prompt 'prompts/1'"),
+        (["--max-tokens", "2"], "the texts are too short for a draft."),
     ],
 )
 def test_searches_that_cannot_be_are_refused(bundle, prompts, arguments, why):
     before = content_of(bundle)
-    if arguments[0] == "--max-tokens":
+    if arguments == ["--max-tokens", "95"]:
         prompts.write_text(json.dumps({"prompt": "x" * 200}) + "\n")
     assert why in line_of(search(bundle, prompts, *arguments))
     assert content_of(bundle) == before
