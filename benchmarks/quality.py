@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from specexport.verify.perplexity import make_windows, read_text
+from specexport.verify.perplexity import make_windows
 from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.cli.prompts import read_text
 from specexport_runtime.executors.open import open_executor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 
@@ -76,7 +77,7 @@ def main() -> None:
         window
         for path in args.text
         for window in make_windows(
-            read_text(path),
+            [read_text(path)],
             readers[0].tokenizer,
             vocab_size=readers[0].vocab_size,
             max_model_len=WINDOW,

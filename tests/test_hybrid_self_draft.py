@@ -1,7 +1,7 @@
 """Targets whose layers keep a state draft with some of their own: what a draft reads, and what it leaves behind."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -267,35 +267,3 @@ def test_inspect_names_the_blocks(bundle: Path) -> None:
     assert any(
         line.endswith("6 blocks (2 recurrence, 3 MLP, 1 attention) can be skipped") for line in describe(manifest)
     )
-
-
-@pytest.mark.parametrize("name", ["falcon_h1"])
-def test_a_search_reads_texts_as_drafts_do(name: str, tmp_path: Path) -> None:
-    """The first token of each piece is drafted as behind the text alone, whatever was read before it."""
-    from specexport.bench.layer_agreement import PIECE, AgreementReader, WrittenText
-
-    with closing(open_gated(make_hybrid(name), tmp_path, 4)) as executor:
-        mask = np.ones(executor.num_gates, np.bool_)
-        mask[list(OFF[name])] = False
-        random, runner = np.random.default_rng(5), ModelRunner(executor)
-        texts = [WrittenText(random.integers(3, VOCAB, n).tolist(), []) for n in (4, 1, 9)]
-        drafted: list[list[int]] = []
-        for text, count in zip(texts, (5, 11, 9), strict=True):
-            known, own = list(text.prompt), []
-            for _ in range(count):
-                runner.reset()
-                runner.prefill(0, known[:-1])
-                executor.set_layers(mask)
-                own.append(int(runner.step(0, [RowWork(known[-1:], 1, settles=False)], "token_ids")[0]))
-                executor.set_layers(None)
-                known.append(int(runner.step(0, [RowWork(known[-1:], 1)], "token_ids")[0]))
-            text.written.extend(known[len(text.prompt) :])
-            drafted.append(own)
-        reader = AgreementReader(runner, texts)
-        everything, thin, again = reader.agree([np.ones_like(mask), mask, mask])
-    assert all(chances.all() for chances in everything)
-    order = sorted(range(3), key=lambda i: len(texts[i].written))
-    for chances, other, i in zip(thin, again, order, strict=True):
-        wanted = np.equal(drafted[i], texts[i].written)
-        assert chances[::PIECE].tolist() == wanted[::PIECE].tolist()
-        assert chances.tolist() == other.tolist()

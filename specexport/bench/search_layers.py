@@ -1,11 +1,18 @@
-"""``specexport bench --search-layers``: find the layers that drafts of a target should leave out, and keep them."""
+"""``specexport bench --search-layers``: find the layers that drafts of a target should leave out, and keep them.
+
+Each choice drafts for the same prompts. What was accepted in each position, and what steps of this machine cost, say
+how fast one sequence would be with it.
+"""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from specexport.bench.acceptance import count_positions, expected_tokens, judge, step_seconds
 from specexport.bench.options import BenchOptions
 from specexport.bench.prompts import BenchPrompt
 from specexport.bench.runner import draw_lengths, encode_prompt
@@ -16,17 +23,16 @@ from specexport_runtime.bundle.draft_layers import DRAFT_LAYERS_NAME, DraftLayer
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import BundleError, InvalidRequestError, UserInputError
-from specexport_runtime.requests.layer_choice import LayerChoice, LayerRules, choose_layers
+from specexport_runtime.executors.base import BoolArray
+from specexport_runtime.requests.layer_choice import LayerRules
+from specexport_runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from specexport.bench.layer_agreement import WrittenText
-    from specexport.bench.layer_costs import LayerCosts
-    from specexport.bench.layer_search import LayerSelection
     from specexport_runtime.engine import SpecEngine
 
 MOST_TEXTS = 32
-"""More prompts tell little more, and each choice reads all texts."""
-_MOST_LOOKAHEAD = 8  # of a draft that is weighed; longer ones hardly ever pay
+"""More prompts tell little more, and each choice decodes all of them."""
+_DRAFTED, _MOST_LOOKAHEAD = 4, 8  # draft tokens that are tested a round, and the longest K that is weighed
 _TAKEN = (
     *("search_layers", "bundles", "files", "num_prompts", "domains", "max_tokens", "temperature", "ignore_eos", "seed"),
     *("num_threads", "spin", "max_model_len", "max_num_batched_tokens", "lora", "json_file", "quiet"),
@@ -34,31 +40,32 @@ _TAKEN = (
 """Options of ``bench`` that a search takes."""
 
 
+class LayerSelection(NamedTuple):
+    """A choice of layers, and what is expected of it."""
+
+    mask: BoolArray  # [2N], the parts that are on
+    speedup: float  # over plain decoding
+    lookahead: int  # K that it has with
+    tokens_a_round: float  # with that K, the target's own included
+
+
 class LayerSearchResult(NamedTuple):
     """What a search found."""
 
-    layers: DraftLayers
-    rivals: Mapping[str, "LayerSelection"]  # what else was judged, by name
-    costs: "LayerCosts"
+    found: DraftLayers
+    rivals: dict[str, LayerSelection]  # the best of each kind of choice, by name
     num_tried: int  # choices
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
         """As JSON types."""
-        rivals = {name: found.promise._asdict() | {"mask": found.mask.tolist()} for name, found in self.rivals.items()}
-        return {
-            "found": self.layers._asdict(),
-            "rivals": rivals,
-            "costs": self.costs._asdict(),
-            "num_tried": self.num_tried,
-            "seconds": self.seconds,
-        }
+        rivals = {name: each._asdict() | {"mask": each.mask.tolist()} for name, each in self.rivals.items()}
+        return self._asdict() | {"rivals": rivals, "found": self.found._asdict()}
 
 
 def check_options(given: Sequence[str], bundles: Sequence[Path]) -> None:
     """Refuse options that a search has no use for, by their names, and more bundles than one."""
-    unused = [name for name in given if name not in _TAKEN]
-    if unused:
+    if unused := [name for name in given if name not in _TAKEN]:
         raise InvalidRequestError(
             f"--search-layers takes no --{unused[0].replace('_', '-')}.", "leave it out, or measure without a search."
         )
@@ -76,124 +83,134 @@ def search_layers(
     """Search on texts that the target writes to ``prompts``, and keep the result in the bundle."""
     from specexport_runtime.engine import SpecEngine
 
-    start = time.perf_counter()
-    build_key = load_manifest(bundle).build_key
+    start, build_key = time.perf_counter(), load_manifest(bundle).build_key
     prompts = prompts[:: -(-len(prompts) // MOST_TEXTS)]
     with closing(
         SpecEngine.load(bundle, engine_options, max_num_seqs=len(prompts), enable_prefix_caching=False)
     ) as engine:
         engine.resolve_drafting(drafter="self")
-        _report(progress, f"writing {len(prompts)} texts")
-        texts = _write(engine, prompts, options)
-        result = _search(engine, texts, options.temperatures[0], lambda words: _report(progress, words))
-    _keep(bundle, build_key, result.layers)
-    return result._replace(seconds=time.perf_counter() - start)
-
-
-def _write(engine: "SpecEngine", prompts: Sequence[BenchPrompt], options: BenchOptions) -> "list[WrittenText]":
-    """What the target writes to each prompt, without drafts."""
-    from specexport.bench.layer_agreement import WrittenText
-    from specexport_runtime.sampling.params import SamplingParams
-
-    lengths = draw_lengths(prompts, options)
-    params = [
-        SamplingParams(
-            temperature=options.temperatures[0],
-            max_tokens=lengths[prompt.id],
-            ignore_eos=options.ignore_eos,
-            seed=options.seed + number,
-        )
-        for number, prompt in enumerate(prompts)
-    ]
-    ids = [encode_prompt(engine, prompt) for prompt in prompts]
-    results = engine.generate(ids, params, speculation=False)
-    texts = [WrittenText(*pair) for pair in zip(ids, (result.token_ids for result in results), strict=True) if pair[1]]
-    if not texts:
-        raise InvalidRequestError("the target writes nothing to any prompt.", "give others, or --ignore-eos.")
-    return texts
-
-
-def _search(
-    engine: "SpecEngine", texts: "Sequence[WrittenText]", temperature: float, report: Callable[[str], None]
-) -> LayerSearchResult:
-    from specexport.bench.layer_agreement import AgreementReader, tokens_a_round
-    from specexport.bench.layer_costs import LayerPromise, measure_costs
-    from specexport.bench.layer_search import LayerSearch
-    from specexport_runtime.executors.base import BoolArray
-    from specexport_runtime.packing.batch import ModelRunner
-
-    runner, lookahead = ModelRunner(engine.target), min(engine.lookahead, _MOST_LOOKAHEAD)
-    kinds = tuple(engine.target.gate_kinds) or ("attention", "MLP") * (engine.target.num_gates // 2)
-    reader = AgreementReader(runner, texts, temperature)
-    costs = measure_costs(runner, (texts[0].prompt * (lookahead + 1))[: lookahead + 1], lookahead)
-    tried = 0
-
-    def judge(masks: Sequence[BoolArray]) -> list[LayerPromise]:
-        nonlocal tried
-        tried += len(masks)
-        report(f"{tried} choices of layers")
-        return [
-            costs.promise(mask, tokens_a_round(chances, lookahead))
-            for mask, chances in zip(masks, reader.agree(masks), strict=True)
-        ]
-
-    search = LayerSearch(kinds, judge)
-    rules = LayerRules() if reader.similarity else LayerRules(threshold=None)
-    asd = choose_layers(reader.similarity, rules, len(kinds) // 2, kinds)
-    rivals = {"ASD's rules": search.best([asd.mask] if asd.can_draft else [])}
-    rivals["early exit"] = search.best(search.exits())
-    found = search.run()
-    runner.reset()
-    choice = LayerChoice(tuple(found.mask[::2].tolist()), tuple(found.mask[1::2].tolist()), (), kinds)
-    layers = DraftLayers(
-        choice.num_layers,
-        tuple(sorted({*choice.removed_attention, *choice.removed_recurrences})),
-        choice.removed_mlp,
-        found.promise.lookahead,
-        found.promise.tokens_a_round,
-        found.promise.speedup,
-        reader.num_tokens,
+        trial = _Trial(engine, prompts, options, progress)
+        kinds = tuple(engine.target.gate_kinds) or ("attention", "MLP") * (engine.target.num_gates // 2)
+        rivals = choose_parts(kinds, trial.judge)
+    best = max(rivals.values(), key=lambda each: each.speedup)
+    off = np.flatnonzero(~best.mask & np.array([bool(kind) for kind in kinds]))
+    found = DraftLayers(
+        num_layers=len(kinds) // 2,
+        mixers=tuple((off[off % 2 == 0] // 2).tolist()),
+        mlps=tuple((off[off % 2 == 1] // 2).tolist()),
+        lookahead=best.lookahead,
+        tokens_a_round=best.tokens_a_round,
+        speedup=best.speedup,
+        num_tokens=trial.num_tokens,
     )
-    named = {name: each for name, each in rivals.items() if each is not None} | {"searched": found}
-    return LayerSearchResult(layers, named, costs, search.num_tried, 0.0)
-
-
-def _keep(bundle: Path, build_key: str, layers: DraftLayers) -> None:
     manifest = load_manifest(bundle)
     if manifest.build_key != build_key:
         raise BundleError(f"{bundle} was rebuilt during the search.", "search again.")
     try:
-        put_json(bundle, manifest, DRAFT_LAYERS_NAME, layers._asdict())
+        put_json(bundle, manifest, DRAFT_LAYERS_NAME, found._asdict())
     except OSError as error:
         raise UserInputError(
             f"the layers cannot be kept in {bundle} ({error.strerror}).", "make it writable."
         ) from error
+    return LayerSearchResult(found, rivals, trial.num_tried, time.perf_counter() - start)
 
 
-def _report(progress: Progress | None, words: str) -> None:
-    if progress is not None:
-        progress(ProgressEvent("layers", "", 0, 1, words))
+class _Trial:
+    """Decodes the prompts with drafts of one choice after another."""
+
+    def __init__(
+        self, engine: "SpecEngine", prompts: Sequence[BenchPrompt], options: BenchOptions, progress: Progress | None
+    ) -> None:
+        self.num_tried = 0
+        self._engine, self._progress = engine, progress
+        lengths = draw_lengths(prompts, options)
+        self._params = [
+            SamplingParams(
+                temperature=options.temperatures[0],
+                max_tokens=lengths[prompt.id],
+                ignore_eos=options.ignore_eos,
+                seed=seed,
+            )
+            for seed, prompt in enumerate(prompts, start=options.seed)
+        ]
+        self._prompts = [encode_prompt(engine, prompt) for prompt in prompts]
+        self._report(f"writing {len(prompts)} texts")
+        texts = engine.generate(self._prompts, self._params, speculation=False)
+        self.num_tokens = sum(len(text.token_ids) for text in texts)
+        self._context = sum(map(len, self._prompts), self.num_tokens) // len(prompts)
+
+    def judge(self, mask: BoolArray) -> LayerSelection:
+        """What is expected of a choice of parts."""
+        engine, longest = self._engine, min(self._engine.lookahead, _MOST_LOOKAHEAD)
+        self.num_tried += 1
+        self._report(f"{self.num_tried} choices of layers")
+        mixers, mlps = (tuple(np.flatnonzero(~part).tolist()) for part in (mask[::2], mask[1::2]))
+        results = engine.generate(
+            self._prompts,
+            self._params,
+            drafter="self",
+            num_speculative_tokens=min(longest, _DRAFTED),
+            layer_rules=LayerRules(None, None, None, mixers, mlps),
+            trace=True,
+            remember=False,
+        )
+        positions = count_positions([each for result in results for each in result.trace or ()], "self")
+        if not positions:
+            raise InvalidRequestError(
+                "the texts are too short for a draft.", "give a larger --max-tokens, other prompts, or --ignore-eos."
+            )
+        assert engine.cost_curves is not None  # noqa: S101 - only engines without `auto` have none
+        costs = step_seconds(
+            engine.cost_curves, engine.learned_costs, "self", self._context, results[0].stats.layer_choice
+        )
+        speedups = judge("self", positions, longest, *costs).speedups
+        best = max(range(1, longest + 1), key=speedups.__getitem__)
+        return LayerSelection(mask, speedups[best], best, expected_tokens(positions, best))
+
+    def _report(self, words: str) -> None:
+        if self._progress is not None:
+            self._progress(ProgressEvent("layers", "", 0, 1, words))
+
+
+def choose_parts(kinds: Sequence[str], judge: Callable[[BoolArray], LayerSelection]) -> dict[str, LayerSelection]:
+    """The best early exit (the first layers alone: LayerSkip, Elhoushi et al. 2024), and one greedy pass.
+
+    Each part is left out alone first. In the order of that, each is left out for good if drafts get faster by it.
+    ``kinds`` [2N] are what the parts are, empty where a layer has none.
+    """
+    whole: BoolArray = np.array([bool(kind) for kind in kinds])
+    starts = (np.where(np.arange(len(whole)) < kept, whole, False) for kept in range(2, len(whole), 2))
+    exits = [judge(mask) for mask in starts if mask.any() and not np.array_equal(mask, whole)]
+    alone = {gate: judge(_without(whole, gate)) for gate in np.flatnonzero(whole).tolist()}
+    first, *rest = sorted(alone, key=lambda gate: -alone[gate].speedup)
+    best = alone[first]
+    for gate in rest:
+        if (mask := _without(best.mask, gate)).any() and (found := judge(mask)).speedup > best.speedup:
+            best = found
+    shortest = {"early exit": max(exits, key=lambda each: each.speedup)} if exits else {}
+    return shortest | {"greedy": best}
+
+
+def _without(mask: BoolArray, gate: int) -> BoolArray:
+    return np.where(np.arange(len(mask)) == gate, False, mask)
 
 
 def describe_search(result: LayerSearchResult) -> str:
     """The search for a reader: how each choice does, and what was kept."""
-    columns: list[Column[tuple[str, Any]]] = [
+    columns: list[Column[tuple[str, LayerSelection]]] = [
         Column("layers", lambda row: row[0], left=True),
         Column("mixers kept", lambda row: int(row[1].mask[::2].sum())),
         Column("MLPs kept", lambda row: int(row[1].mask[1::2].sum())),
-        Column("K", lambda row: row[1].promise.lookahead),
-        Column("tokens a round", lambda row: row[1].promise.tokens_a_round, ".2f"),
-        Column("over plain decoding", lambda row: row[1].promise.speedup, ".2f", "x"),
+        Column("K", lambda row: row[1].lookahead),
+        Column("tokens a round", lambda row: row[1].tokens_a_round, ".2f"),
+        Column("over plain decoding", lambda row: row[1].speedup, ".2f", "x"),
     ]
-    slower = result.layers.speedup <= 1
-    verdict = "No choice promises more than plain decoding: `auto` will mostly decode plainly." if slower else ""
-    lines = [
-        f"{result.num_tried} choices of layers, judged on {result.layers.num_tokens} tokens in {result.seconds:.0f} s, "
-        "one sequence at a time:",
-        "",
-        markdown_table(columns, list(result.rivals.items())),
-        "",
-        f"Kept in the bundle: {result.layers.describe()}.",
-        verdict,
-    ]
-    return "\n".join(lines).rstrip()
+    heading = (
+        f"{result.num_tried} choices of layers, judged on {result.found.num_tokens} tokens in {result.seconds:.0f} s, "
+        "one sequence at a time:"
+    )
+    lines = [heading, markdown_table(columns, list(result.rivals.items()))]
+    lines.append(f"Kept in the bundle: {result.found.describe()}.")
+    if result.found.speedup <= 1:
+        lines[-1] += "\nNo choice promises more than plain decoding: `auto` will mostly decode plainly."
+    return "\n\n".join(lines)

@@ -10,26 +10,23 @@ compared with the float model on a text, see :mod:`specexport.compile.closeness`
 pass or lowering before a bundle exists.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from specexport.backends.registry import find_backend
+from specexport.compare import Differences, OutputRun, Reference, Rows, compare_logits
 from specexport.compile.built import EngineCheck
-from specexport.compile.check_parts import PartedExecutor, is_large
-from specexport.compile.closeness import Closeness, measure_closeness
+from specexport.compile.closeness import Closeness, log_softmax, measure_closeness
 from specexport.compile.tokenizer import load_tokenizer
 from specexport.recipe import NO_CHECK, BuildRecipe
-from specexport.rounding import logit_tolerance
+from specexport.rounding import LogitTolerance, logit_tolerance
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import CheckFailedError, SpecexportError
-from specexport_runtime.executors.base import EngineRequest, Executor, Float32Array, Int64Array
+from specexport_runtime.executors.base import CacheLender, EngineRequest, Executor, Float32Array, Int64Array
 from specexport_runtime.machine import available_cores
-
-if TYPE_CHECKING:
-    from specexport_runtime.packing.batch import ModelRunner
 
 PREFILL_LENS = (6, 3)
 VERIFY_LENS = (3, 5)
@@ -51,15 +48,6 @@ TEXTS = (
 )
 TEXT_LENS, FULL_TEXT_LENS = (20, 12), (64, 48)
 """Tokens of the texts that quantized engines read: what they lose shows only where the float model knows something."""
-
-
-class _GraphRun(NamedTuple):
-    """What a graph gave in steps of one kind."""
-
-    name: str  # of graph and steps, for messages
-    logits: Float32Array  # [n, V]
-    places: list[tuple[int, int]]  # row and position of each
-    adapter: int = 0  # the one that both rows had; 0 for none
 
 
 def check_sequences(vocab_size: int) -> list[Int64Array]:
@@ -88,14 +76,12 @@ def text_perplexity(
     Engine and eager model read the weights in the same way, so their logits agree even where that way is wrong: this
     number shows it.
     """
-    tokenizer, losses = load_tokenizer(tokenizer_json), []
+    tokenizer, losses = load_tokenizer(tokenizer_json), list[float]()
     for text, ids, logits in zip(TEXTS, sequences, references, strict=True):
         if tokenizer.encode(text).ids[: len(ids)] != ids.tolist():
             return None
-        rows = logits[:-1].astype(np.float64)
-        most = rows.max(axis=1)
-        losses.append(most + np.log(np.exp(rows - most[:, None]).sum(axis=1)) - rows[np.arange(len(rows)), ids[1:]])
-    return float(np.exp(min(np.concatenate(losses).mean(), _MOST_NATS)))
+        losses += [-float(log_softmax(row)[token]) for row, token in zip(logits, ids[1:], strict=False)]
+    return math.exp(min(float(np.mean(losses)), _MOST_NATS))
 
 
 _MOST_NATS = 500.0  # no model is that sure, and all that is said of more is that it is chance
@@ -126,17 +112,17 @@ def check_engine(
 ) -> EngineCheck:
     """Run the engine on ``sequences`` and compare; the worst of its graphs and steps, else CheckFailedError."""
     checks = []
-    each = (references, *adapted)
+    truth = [Reference.of_texts(each) for each in (references, *adapted)]
     for unpad_kv in (True,) if entry.engine.padded is None else (True, False):
-        runs = _run(folder, entry, sequences, unpad_kv=unpad_kv, adapters=len(adapted), full=full)
-        for name, found, places, adapter in runs:
-            reference = np.stack([each[adapter][row][position] for row, position in places])
-            closeness = None
+        for name, adapter, rows in run_engine(
+            folder, entry, sequences, unpad_kv=unpad_kv, adapters=len(adapted), full=full
+        ):
+            closeness, found = None, compare_logits(rows, truth[adapter])
             if entry.approximation is None:
-                _compare(entry, found, reference, places, name)
+                _require_equal(entry, found, name)
             else:
-                closeness = _compare_on_text(entry, found, reference, places, name)
-            checks.append((float(np.abs(found - reference).max()), closeness))
+                closeness = _require_close(entry, rows, truth[adapter], name)
+            checks.append((float(found.largest.max()), closeness))
     return _worst(checks)
 
 
@@ -152,15 +138,13 @@ def _worst(checks: Sequence[tuple[float, Closeness | None]]) -> EngineCheck:
     )
 
 
-def _compare_on_text(
-    entry: ModelEntry, found: Float32Array, reference: Float32Array, places: Sequence[tuple[int, int]], kind: str
-) -> Closeness:
+def _require_close(entry: ModelEntry, rows: Rows, reference: Reference, kind: str) -> Closeness:
     # Models park attention on a text's first token (Xiao et al. 2023): one channel of it is thousands of times as large
     # as the others, and is taken back in the last layers. Eight bits lose what is left, and only that token's logits.
     # They would outweigh all the others here: 8.3 nats beside 0.02 (Qwen2.5-Coder-1.5B).
-    judged = [at for at, (_, position) in enumerate(places) if position > 0]
-    closeness = measure_closeness(found[judged], reference[judged])
-    if not np.isfinite(found).all():
+    judged = [(row, reference.logits[place]) for place, row in rows if place[1] > 0]
+    closeness = measure_closeness(*map(np.stack, zip(*judged, strict=True)))
+    if not all(np.isfinite(row).all() for _, row in rows):
         closeness = closeness._replace(agreement=None, divergence=float("nan"), lost=float("nan"))
     obstacle = closeness.obstacle(str(entry.approximation))
     if obstacle is not None:
@@ -172,28 +156,15 @@ def _compare_on_text(
     return closeness
 
 
-def _compare(
-    entry: ModelEntry,
-    found: Float32Array,
-    reference: Float32Array,
-    places: Sequence[tuple[int, int]],
-    kind: str,
-) -> None:
+def _require_equal(entry: ModelEntry, found: Differences, kind: str) -> None:
     # In 16 bits the reference is rounded as often as the engine is: both may be off.
     sides = 1 if entry.dtype == "float32" else 2
-    limit = (
-        sides
-        * logit_tolerance(entry.dtype, len(entry.attention.layers)).largest
-        * max(1.0, float(np.abs(reference).max()))
-    )
-    # A position that is not a number must fail: compare with "not <=".
-    errors = np.abs(found - reference).max(axis=-1)
-    bad = np.flatnonzero(~(errors <= limit))
-    if bad.size:
-        row, position = places[int(bad[0])]
+    limit = sides * logit_tolerance(entry.dtype, len(entry.attention.layers)).largest
+    if bad := np.flatnonzero(~found.within(LogitTolerance(limit, limit))).tolist():
+        row, position = found.places[bad[0]]
         raise CheckFailedError(
-            f"the {entry.source.architecture} {kind} differs from eager transformers by {errors[bad[0]]:.3g} (at most "
-            f"{limit:.3g} is allowed) at position {position} of check sequence {row}.",
+            f"the {entry.source.architecture} {kind} differs from eager transformers by {found.largest[bad[0]]:.3g} "
+            f"(at most {limit * found.scales[bad[0]]:.3g} is allowed) at position {position} of check sequence {row}.",
             "report this model; `--dump-passes DIR` shows each stage. The bundle was not written.",
         )
 
@@ -217,7 +188,7 @@ def _given(entry: ModelEntry, count: int) -> int:
     return min(count, max(profile.num_logit_rows for profile in entry.engine.limits.profiles) // len(VERIFY_LENS))
 
 
-def _run(
+def run_engine(
     folder: Path,
     entry: ModelEntry,
     sequences: Sequence[Int64Array],
@@ -225,26 +196,30 @@ def _run(
     unpad_kv: bool = True,
     adapters: int = 0,
     full: bool = False,
-) -> list[_GraphRun]:
-    """What one graph computes of the sequences in wide steps, in full one token at a time; then with each adapter."""
-    from specexport_runtime.packing.batch import ModelRunner
+) -> list[tuple[str, int, Rows]]:
+    """What one graph computes in wide steps, in full also one token at a time; alone, and with each adapter.
 
-    name = "engine" if unpad_kv else "engine's padded-KV graph"
-    narrow = f"{name}, one token at a time,"
+    Each run has a name for messages, and the number of its adapter, 0 for none.
+    """
+    from specexport.compile.check_parts import PartedExecutor
+
+    name, lengths = "engine" if unpad_kv else "engine's padded-KV graph", [len(sequence) for sequence in sequences]
+    scripts = {name: _wide_steps(lengths)}
+    if full:
+        scripts[f"{name}, one token at a time,"] = _narrow_steps(lengths)
     executor = _make_executor(folder, entry, sequences, unpad_kv=unpad_kv)
 
-    def read_all() -> list[_GraphRun]:
-        lengths = [len(sequence) for sequence in sequences]
-        runner, runs = ModelRunner(executor, unpad_kv=unpad_kv), []
-        kinds = [(_wide_steps(lengths), name), *([(_narrow_steps(lengths), narrow)] if full else [])]
+    def read_all() -> list[tuple[str, int, Rows]]:
+        runs, run = [], OutputRun(executor, [sequence.tolist() for sequence in sequences], unpad_kv=unpad_kv)
         for adapter in range(adapters + 1):
-            of = ""
+            of = f" with adapter {entry.adapters[adapter - 1].name}" if adapter else ""
             if adapters:
                 executor.default_adapter = adapter
-                of = f" with adapter {entry.adapters[adapter - 1].name}" if adapter else ""
-            for steps, kind in kinds:
-                runs.append(_read(runner, entry, sequences, steps, kind + of)._replace(adapter=adapter))
-                runner.reset()
+            for kind, steps in scripts.items():
+                run.runner.reset()
+                for counts in steps:
+                    run.step(kind + of, counts, wanted=[_given(entry, count) for count in counts])
+                runs.append((kind + of, adapter, run.cases[kind + of]))
         return runs
 
     try:
@@ -256,26 +231,9 @@ def _run(
         executor.close()
 
 
-def _read(
-    runner: "ModelRunner", entry: ModelEntry, sequences: Sequence[Int64Array], steps: Sequence[Sequence[int]], name: str
-) -> _GraphRun:
-    from specexport_runtime.packing.batch import RowWork
-
-    logits: list[Float32Array] = []
-    places: list[tuple[int, int]] = []
-    for counts in steps:
-        work = []
-        for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-            start, wanted = runner.kv.kv_len(row), _given(entry, count)
-            work.append(RowWork(sequence[start : start + count].tolist(), wanted))
-            places += [(row, position) for position in range(start + count - wanted, start + count)]
-        logits.append(np.array(runner.step(0, work)))
-        for row, count in enumerate(counts):
-            runner.kv.commit(row, runner.kv.kv_len(row) + count)
-    return _GraphRun(name, np.concatenate(logits), places)
-
-
 def _make_executor(folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], *, unpad_kv: bool) -> Executor:
+    from specexport.compile.check_parts import PartedExecutor, is_large
+
     num_rows, kv_capacity = len(sequences), max(len(sequence) for sequence in sequences) + max(VERIFY_LENS)
     if is_large(folder, entry):
         graph = entry.engine if unpad_kv or entry.engine.padded is None else entry.engine.padded
@@ -286,7 +244,13 @@ def _make_executor(folder: Path, entry: ModelEntry, sequences: Sequence[Int64Arr
 
 
 def open_new_engine(
-    folder: Path, entry: ModelEntry, *, num_rows: int, kv_capacity: int, unpad_kv: bool = True
+    folder: Path,
+    entry: ModelEntry,
+    *,
+    num_rows: int,
+    kv_capacity: int,
+    unpad_kv: bool = True,
+    lender: CacheLender | None = None,  # of a head without caches of its own
 ) -> Executor:
     """Open a just built engine for a few steps; raises SpecexportError if the runtime has no such backend."""
     from specexport_runtime.executors.open import backend_of
@@ -305,5 +269,6 @@ def open_new_engine(
             spin=False,
             unpad_kv=unpad_kv,
             cuda_graphs=False,
+            lender=lender,
         )
     )

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from specexport.compare import logit_scale, relative_error
 from specexport.compile.built import EngineCheck
+from specexport.compile.check import open_new_engine
 from specexport.heads.reference import CHECK_CAPACITY, HeadReference
 from specexport.rounding import logit_tolerance
 from specexport_runtime.bundle.entry import ModelEntry
@@ -20,26 +22,11 @@ much as it is large."""
 
 def check_head(folder: Path, entry: ModelEntry, reference: HeadReference) -> EngineCheck:
     """Run a head's engine in ragged steps; raises CheckFailedError if what it gives differs from torch."""
-    from specexport_runtime.executors.base import EngineRequest
-    from specexport_runtime.executors.open import backend_of
     from specexport_runtime.packing.batch import ModelRunner, RowWork
     from specexport_runtime.packing.kv import BorrowedKv, KvArena
 
-    backend = backend_of(entry.backend)
-    assert backend is not None  # noqa: S101 - it has just been built for it
-    request = EngineRequest(
-        folder=folder,
-        entry=entry,
-        role="head",
-        num_rows=2,
-        kv_capacity=CHECK_CAPACITY,
-        lookahead=1,
-        spin=False,
-        cuda_graphs=False,
-        lender=reference.lent,
-    )
     lengths = KvArena(2, CHECK_CAPACITY)
-    executor = backend.open(request)
+    executor = open_new_engine(folder, entry, num_rows=2, kv_capacity=CHECK_CAPACITY, lender=reference.lent)
     try:
         kv = None if reference.lent is None else BorrowedKv(lengths)
         runner = ModelRunner(executor, kv=kv)
@@ -67,10 +54,9 @@ def check_head(folder: Path, entry: ModelEntry, reference: HeadReference) -> Eng
 
 
 def _compare(entry: ModelEntry, name: str, found: np.ndarray, wanted: np.ndarray) -> float:
-    error, scale = float(np.abs(found - wanted).max()), max(1.0, float(np.abs(wanted).max()))
+    error, scale = float(np.abs(found - wanted).max()), logit_scale(wanted)
     if entry.quantize is not None:
-        ratio = float(np.linalg.norm(found - wanted)) / max(float(np.linalg.norm(wanted)), 1e-6)
-        fits = ratio <= QUANTIZED_ERROR
+        fits = relative_error(found, wanted) <= QUANTIZED_ERROR
     else:
         fits = error <= logit_tolerance(entry.dtype, len(entry.attention.layers)).largest * scale
     if not fits:  # a NaN must fail

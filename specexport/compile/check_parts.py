@@ -4,12 +4,13 @@ The check knows all tokens beforehand. So its steps are written down first; then
 and given all steps, one after the other, and what it gives is what the next part gets.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 
 from specexport.backends.ort import DATA_NAME
 from specexport_runtime.abi import (
@@ -160,107 +161,68 @@ class PartedExecutor(Executor):
 class GraphPart(NamedTuple):
     """Some nodes of a graph that follow each other."""
 
-    model: Any  # a protobuf model of them, without inputs
-    inputs: tuple[str, ...]  # values of other nodes that they read
+    model: ir.Model  # its inputs are values of other nodes, without types
     done: tuple[str, ...]  # the inputs that no later node reads
 
     def with_inputs(self, examples: Arrays) -> bytes:
         """The model as bytes; dtypes and ranks of its inputs are those of ``examples``."""
-        from onnx import helper
-
-        for name in self.inputs:
-            array = examples[name]
-            kind = helper.np_dtype_to_tensor_dtype(array.dtype)
-            self.model.graph.input.append(helper.make_tensor_value_info(name, kind, [None] * array.ndim))
-        data: bytes = self.model.SerializeToString()
+        for value in self.model.graph.inputs:
+            array = examples[str(value.name)]
+            value.type, value.shape = ir.TensorType(ir.DataType.from_numpy(array.dtype)), ir.Shape([None] * array.ndim)
+        data: bytes = ir.to_proto(self.model).SerializeToString()
         return data
 
 
 def split_graph(path: Path) -> Iterator[GraphPart]:
     """Cut a graph's nodes, in order, into parts of ``PART_BYTES`` of weights; their file is not read."""
-    import onnx
-
-    whole = onnx.load(str(path), load_external_data=False)
-    weights = {tensor.name: tensor for tensor in whole.graph.initializer}
-    makers = _constant_makers(whole.graph.node, set(weights))
-    of_constants = set(makers.values())
-    nodes = [node for at, node in enumerate(whole.graph.node) if at not in of_constants]
-    reads = [_reads(node) for node in nodes]
+    model = ir.load(path)
+    graph = model.graph
     # What is made of constants alone goes to each part that reads it: kernels look at it when an engine is opened.
-    constants = [_behind(names, makers, whole.graph.node) for names in reads]
-    last_use = {name: at for at, names in enumerate(reads) for name in names}
-    results = {value.name for value in whole.graph.output}
-    sizes = {name: _num_bytes(tensor) for name, tensor in weights.items()}
-    for start, stop in _cuts([names | found for names, found in zip(reads, constants, strict=True)], sizes):
-        made = {name for node in nodes[start:stop] for name in node.output if name}
-        used = set[str]().union(*reads[start:stop], *constants[start:stop])
-        own = [whole.graph.node[at] for at in sorted({makers[name] for name in used & makers.keys()})]
-        inputs = sorted(used - made - weights.keys() - makers.keys())
-        outputs = sorted(name for name in made if name in results or last_use.get(name, -1) >= stop)
-        model = onnx.ModelProto(ir_version=whole.ir_version, opset_import=whole.opset_import, functions=whole.functions)
-        model.graph.CopyFrom(
-            onnx.GraphProto(
-                name=f"nodes {start} to {stop}",
-                node=[*own, *nodes[start:stop]],
-                initializer=[weights[name] for name in sorted(used & weights.keys())],
-                output=[onnx.ValueInfoProto(name=name) for name in outputs],
-            )
-        )
-        done = tuple(name for name in inputs if last_use[name] < stop)
-        yield GraphPart(model, tuple(inputs), done)
+    constants = {value: {value} for value in graph.initializers.values()}
+    nodes, reads = [], []
+    for node in graph:
+        values = _reads(node, graph)
+        if values and values <= constants.keys():
+            constants |= {value: set().union(*(constants[each] for each in values)) for value in node.outputs}
+        else:
+            nodes.append(node)
+            reads.append(values)
+    last_use = {value: at for at, values in enumerate(reads) for value in values}
+    last_use |= dict.fromkeys(graph.outputs, len(nodes))
+    known: list[ir.Value] = list(graph.inputs)
+    for start, stop in _cuts([set().union(*(constants.get(each, ()) for each in values)) for values in reads]):
+        made = [value for node in nodes[start:stop] for value in node.outputs]
+        outputs = [value for value in made if last_use.get(value, -1) >= stop]
+        part = ir.convenience.extract(graph, known, outputs)
+        unused = [value for value in part.inputs if not value.uses()]
+        for value in unused:
+            part.inputs.remove(value)
+        for value in part.outputs:  # an engine knows its own
+            value.type = value.shape = None
+        names = {str(value.name) for value in known if last_use.get(value, -1) < stop}
+        done = tuple(str(value.name) for value in part.inputs if value.name in names)
+        yield GraphPart(ir.Model(part, ir_version=model.ir_version, functions=list(model.functions.values())), done)
+        known = [value for value in [*known, *made] if last_use.get(value, -1) >= stop]
 
 
-def _constant_makers(nodes: Iterable[Any], weights: set[str]) -> dict[str, int]:
-    """The nodes that read constants alone, by what they make."""
-    makers: dict[str, int] = {}
-    for at, node in enumerate(nodes):
-        names = _reads(node)
-        if names and all(name in weights or name in makers for name in names):
-            makers |= dict.fromkeys(node.output, at)
-    return makers
+def _reads(node: ir.Node, graph: ir.Graph) -> set[ir.Value]:
+    """Values of a graph that a node reads, those that nodes of its subgraphs read among them."""
+    values = {value for value in node.inputs if value is not None}
+    for attribute in node.attributes.values():
+        one = [attribute.as_graph()] if attribute.type == ir.AttributeType.GRAPH else []
+        for inner in attribute.as_graphs() if attribute.type == ir.AttributeType.GRAPHS else one:
+            values |= {value for each in ir.traversal.RecursiveGraphIterator(inner) for value in each.inputs if value}
+    return {value for value in values if value.graph is graph}
 
 
-def _behind(names: set[str], makers: dict[str, int], nodes: Sequence[Any]) -> set[str]:
-    """What values that are made of constants are made of, with what lies between."""
-    found, todo = set[str](), [name for name in names if name in makers]
-    while todo:
-        name = todo.pop()
-        if name not in found:
-            found.add(name)
-            todo += _reads(nodes[makers[name]]) if name in makers else set[str]()
-    return found
-
-
-def _cuts(reads: list[set[str]], sizes: dict[str, int]) -> Iterator[tuple[int, int]]:
-    start, held, total = 0, set[str](), 0
-    for at, names in enumerate(reads):
-        new = {name for name in names if name in sizes and name not in held}
-        more = sum(sizes[name] for name in new)
-        if total and total + more > PART_BYTES:
+def _cuts(weights: list[set[ir.Value]]) -> Iterator[tuple[int, int]]:
+    """From where to where the nodes of each part go, by the weights that each node reads."""
+    start, held = 0, set[ir.Value]()
+    for at, own in enumerate(weights):
+        more = held | own
+        tensors = (value.const_value for value in more)
+        if held and sum(tensor.nbytes for tensor in tensors if tensor is not None) > PART_BYTES:
             yield start, at
-            start, held, total = at, set[str](), 0
-            new = {name for name in names if name in sizes}
-            more = sum(sizes[name] for name in new)
-        held |= new
-        total += more
-    yield start, len(reads)
-
-
-def _reads(node: Any) -> set[str]:
-    """Values of the graph around it that a node reads, those of its subgraphs' nodes among them."""
-    found = {name for name in node.input if name}
-    for attribute in node.attribute:
-        for graph in (attribute.g, *attribute.graphs):
-            own = {value.name for value in (*graph.input, *graph.initializer)}
-            own |= _outputs(graph.node)
-            found |= set().union(*map(_reads, graph.node), {value.name for value in graph.output}) - own
-    return found
-
-
-def _outputs(nodes: Iterable[Any]) -> set[str]:
-    return {name for node in nodes for name in node.output}
-
-
-def _num_bytes(tensor: Any) -> int:
-    lengths = [int(entry.value) for entry in tensor.external_data if entry.key == "length"]
-    return lengths[0] if lengths else 0
+            start, more = at, own
+        held = more
+    yield start, len(weights)

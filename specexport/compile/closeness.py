@@ -55,11 +55,11 @@ def measure_closeness(found: Float32Array, reference: Float32Array) -> Closeness
     everywhere, known = np.zeros(reference.shape[1]), 0.0  # sums of distributions, and of their negative entropies
     same, divergences = [], []
     for ours, theirs in zip(found, reference, strict=True):  # row by row: float64 copies of all of them would be large
-        logs = _log_softmax(theirs)
+        logs = log_softmax(theirs)
         likely = np.exp(logs)
         everywhere += likely
         known += float(likely @ logs)
-        divergences.append(float(likely @ (logs - _log_softmax(ours))))
+        divergences.append(float(likely @ (logs - log_softmax(ours))))
         second, best = np.partition(theirs, -2)[-2:]
         if best - second > DECIDED:
             same.append(bool(ours.argmax() == theirs.argmax()))
@@ -69,13 +69,18 @@ def measure_closeness(found: Float32Array, reference: Float32Array) -> Closeness
     return Closeness(agreement, float(np.mean(divergences)), float(np.sum(divergences) / told))
 
 
-def divergence(found: Float32Array, reference: Float32Array) -> float:
-    """Kullback-Leibler divergence of the distribution of logits [V] from that of the reference's, in nats."""
-    logs = _log_softmax(reference)
-    return float(np.exp(logs) @ (logs - _log_softmax(found)))
+def mean_divergence(found: Float32Array, reference: Float32Array) -> float:
+    """Mean Kullback-Leibler divergence, in nats, of the distributions that logits [R, V] stand for."""
+    return float(np.mean([_divergence(*rows) for rows in zip(found, reference, strict=True)]))
 
 
-def _log_softmax(logits: Float32Array) -> npt.NDArray[np.float64]:
+def _divergence(found: Float32Array, reference: Float32Array) -> float:
+    logs = log_softmax(reference)
+    return float(np.exp(logs) @ (logs - log_softmax(found)))
+
+
+def log_softmax(logits: Float32Array) -> npt.NDArray[np.float64]:
+    """Logarithms of the probabilities that logits [V] stand for."""
     shifted = logits.astype(np.float64) - float(logits.max())
     logs: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
     return logs

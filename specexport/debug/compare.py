@@ -1,19 +1,33 @@
-"""Two graphs of a model in one step: where they part, which layers are at fault, and what each of those costs."""
+"""Two graphs of a model in one step: where they part, which layers are at fault, and what each of those costs.
+
+Three questions about graph B beside its reference A, in a step whose inputs are given:
+
+1. *How far is B from A?* Both run with every common tensor as an output; errors pile up from layer to layer.
+2. *Whose error is it?* B runs once more, and every common tensor that a node reads is A's. What then differs in a
+   tensor was made between it and the tensors before it.
+3. *What does it cost?* A runs once for each layer, with that layer's own error added. The logits are then those of a
+   model in which only this layer is B's.
+
+An engine that does not show its layers is held against another by what it leaves behind: cache entries, and logits.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from typing import Any
 
 import numpy as np
 
-from specexport.compile.closeness import divergence
+from specexport.compare import relative_error
+from specexport.compile.closeness import mean_divergence
 from specexport.debug.capture import CapturedStep
-from specexport.debug.graph import IN, NUDGE, EngineGraph, cut_graph, nudge_graph
+from specexport.debug.graph import IN, NUDGE, EngineGraph, Tensors, cut_graph, nudge_graph
 from specexport.debug.points import TensorPair, pair_points
-from specexport.debug.runs import Tensors, compare_outputs, make_runner, quiet, run_outputs
 from specexport_runtime.abi import LOGITS
+from specexport_runtime.bundle.opened import Bundle
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
-from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.executors.open import open_executor
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 NOTICEABLE = 1e-5
 """Own errors up to this are how sums are ordered; what they do to the logits is not measured."""
@@ -66,48 +80,65 @@ def compare_graphs(
     # called with a label, its number from 1 and how many there are, before its effect is measured
     on_layer: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
-    """Compare two graphs of a model in one step; CheckFailedError if polygraphy cannot run one of them."""
+    """Compare two graphs of a model in one step."""
     pairs = pair_points(reference, other, same_names=same_names)
     if not any(pair.reference.key[0] != "name" for pair in pairs):
         raise CheckFailedError("the two graphs have no layer in common.")
     _check_layers(layers, pairs)
-    with quiet():
-        names = {pair.reference.name: pair.name for pair in pairs}
-        wanted = [*dict.fromkeys([*names, LOGITS.name])], [*dict.fromkeys([*names.values(), LOGITS.name])]
-        right, wrong = (
-            run_outputs(graph, step.feeds_of(graph.inputs()), outputs, name=name, num_threads=num_threads)
-            for graph, outputs, name in zip((reference, other), wanted, ("reference", "debugged"), strict=True)
-        )
-        # Another lowering may hold the same numbers in another shape.
-        pairs = [pair for pair in pairs if right[pair.reference.name].size == wrong[pair.name].size]
-        names = {pair.reference.name: pair.name for pair in pairs}
-        errors = compare_outputs(right, wrong, names, tolerance)
-        own = _own_tensors(other, step, pairs, right, wrong, num_threads)
-        own_errors = compare_outputs(right, own, names, tolerance)
-        faulty = [
-            pair for pair in pairs if own_errors[pair.reference.name][0] > NOTICEABLE and _fits(pair.label, layers)
-        ]
-        effects = _effects(reference, step, faulty, right, own, num_threads, on_layer)
-    rows = tuple(
+    wanted = [pair.reference.name for pair in pairs], [pair.name for pair in pairs]
+    right, wrong = (
+        graph.run(step.feeds_of(graph.inputs()), list(dict.fromkeys([*names, LOGITS.name])), num_threads)
+        for graph, names in zip((reference, other), wanted, strict=True)
+    )
+    # Another lowering may hold the same numbers in another shape.
+    pairs = [pair for pair in pairs if right[pair.reference.name].size == wrong[pair.name].size]
+    own = _own_tensors(other, step, pairs, right, wrong, num_threads)
+    errors, own_errors = _errors(pairs, right, wrong), _errors(pairs, right, own)
+    faulty = [
+        pair for pair, error in zip(pairs, own_errors, strict=True) if error > NOTICEABLE and _fits(pair.label, layers)
+    ]
+    effects = _effects(reference, step, faulty, right, own, num_threads, on_layer)
+    rows = [
         LayerRow(
             pair.label,
             pair.reference.op,
             pair.reference.layer,
-            *errors[pair.reference.name],
-            own_errors[pair.reference.name][0],
-            effects.get(pair.label),
+            error,
+            within=error <= tolerance,
+            own_error=own_error,
+            divergence=effects.get(pair.label),
         )
-        for pair in pairs
-    )
+        for pair, error, own_error in zip(pairs, errors, own_errors, strict=True)
+    ]
+    ranking = sorted(effects, key=lambda label: -effects[label])
+    replayed = relative_error(wrong[LOGITS.name], step.logits)
+    return _compare(rows, ranking, tolerance, right, wrong, replayed)
+
+
+def _compare(
+    rows: Sequence[LayerRow],
+    ranking: Sequence[str],
+    tolerance: float,
+    right: Tensors,
+    wrong: Tensors,
+    replayed: float | None,
+) -> Comparison:
+    first, second = right[LOGITS.name], wrong[LOGITS.name]
     return Comparison(
-        rows,
+        tuple(rows),
         next((row.label for row in rows if not row.within), None),
-        tuple(sorted(effects, key=lambda label: -effects[label])),
+        tuple(ranking),
         tolerance,
-        mean_divergence(right[LOGITS.name], wrong[LOGITS.name]),
-        float(np.mean(right[LOGITS.name].argmax(axis=1) == wrong[LOGITS.name].argmax(axis=1))),
-        _relative(step.logits, wrong[LOGITS.name]),
+        mean_divergence(second, first),
+        float(np.mean(first.argmax(axis=1) == second.argmax(axis=1))),
+        replayed,
     )
+
+
+def _errors(pairs: Sequence[TensorPair], right: Tensors, other: Tensors) -> list[float]:
+    """Relative error of each tensor."""
+    names = [(pair.reference.name, pair.name) for pair in pairs]
+    return [relative_error(other[name].reshape(right[own].shape), right[own]) for own, name in names]
 
 
 def _check_layers(layers: Sequence[str], pairs: Sequence[TensorPair]) -> None:
@@ -137,7 +168,7 @@ def _own_tensors(
     cut = cut_graph(other, {name: tensor.ndim for name, tensor in given.items()})
     inputs = {name: rank for name, rank in cut.inputs().items() if not name.endswith(IN)}
     feeds = step.feeds_of(inputs) | {name + IN: tensor for name, tensor in given.items()}
-    return run_outputs(cut, feeds, list(given), name="layer by layer", num_threads=num_threads)
+    return cut.run(feeds, list(given), num_threads)
 
 
 def _effects(
@@ -156,23 +187,47 @@ def _effects(
     nudged, logits = nudge_graph(reference, ranks, LOGITS.name)
     inputs = {name: rank for name, rank in nudged.inputs().items() if not name.endswith(NUDGE)}
     feeds = step.feeds_of(inputs) | {name + NUDGE: np.zeros((1,) * rank, np.float32) for name, rank in ranks.items()}
-    effects = {}
-    with make_runner(nudged, [logits], name="one layer at a time", num_threads=num_threads) as runner:
-        for number, pair in enumerate(pairs, start=1):
-            if on_layer is not None:
-                on_layer(pair.label, number, len(pairs))
-            name = pair.reference.name
-            error = own[pair.name].reshape(right[name].shape) - right[name]
-            found = runner.infer(feeds | {name + NUDGE: error})[logits]
-            effects[pair.label] = mean_divergence(right[LOGITS.name], found)
+    effects, session = {}, nudged.open([logits], num_threads)
+    for number, pair in enumerate(pairs, start=1):
+        if on_layer is not None:
+            on_layer(pair.label, number, len(pairs))
+        name = pair.reference.name
+        error = own[pair.name].reshape(right[name].shape) - right[name]
+        (found,) = session.run([logits], feeds | {name + NUDGE: error})
+        effects[pair.label] = mean_divergence(found, right[LOGITS.name])
     return effects
 
 
-def mean_divergence(right: Float32Array, wrong: Float32Array) -> float:
-    """Mean Kullback-Leibler divergence, in nats, of the next-token distributions that logits [R, V] stand for."""
-    return float(np.mean([divergence(second, first) for first, second in zip(right, wrong, strict=True)]))
+def compare_engines(
+    reference: Bundle, other: Bundle, role: str, step: CapturedStep, *, tolerance: float, num_threads: int | None
+) -> Comparison:
+    """Repeat a step in two engines, and compare what it leaves; IncompatibleError if one cannot run here."""
+    found = []
+    for bundle in (other, reference):  # the engine that may not run here comes first
+        executor = open_executor(bundle, role, num_threads=num_threads, spin=False)
+        try:
+            found.append(_replay(executor, step, bundle.manifest.lookahead))
+        finally:
+            executor.close()
+    wrong, right = found
+    count = min(len(right[LOGITS.name]), len(wrong[LOGITS.name]))
+    for tensors in found:
+        tensors[LOGITS.name] = tensors[LOGITS.name][-count:]
+    rows = []
+    for name, tensor in right.items():
+        error, layer = relative_error(wrong[name], tensor), None if name == LOGITS.name else int(name.split(".")[1])
+        op = "linear" if layer is None else "cache"
+        rows.append(LayerRow(name, op, layer, error, error <= tolerance, None, None))
+    return _compare(rows, (), tolerance, right, wrong, None)
 
 
-def _relative(right: Float32Array, wrong: Float32Array) -> float:
-    size = float(np.square(right, dtype=np.float64).mean())
-    return float(np.sqrt(np.square(right - wrong, dtype=np.float64).mean() / size)) if size else float("inf")
+def _replay(executor: Any, step: CapturedStep, lookahead: int) -> Tensors:
+    """Cache entries ``layers.{i}.keys`` and ``.values`` of a step's tokens, and the logits of its last ones."""
+    runner, parts = ModelRunner(executor), {"k": "keys", "v": "values"}
+    runner.prefill(0, step.context)
+    logits = runner.step(0, [RowWork(step.tokens, min(len(step.tokens), lookahead + 1))]).copy()
+    found: Tensors = {}
+    for name, entries in executor.cache_entries(0, step.past, step.past + len(step.tokens)).items():
+        kind, _, layer = name.partition("_cache.")
+        found[f"layers.{layer}.{parts[kind]}"] = entries
+    return {**dict(sorted(found.items(), key=lambda item: int(item[0].split(".")[1]))), LOGITS.name: logits}

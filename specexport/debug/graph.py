@@ -1,11 +1,13 @@
-"""A graph of a bundle's engine, made so that each of its tensors can be looked at and replaced.
+"""A graph of a bundle's engine, made so that each of its tensors can be looked at and replaced, and its runs.
 
 Branches that run take the place of their ``If`` nodes: nothing inside one can be an output of the graph.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import onnx_ir as ir
 
 from specexport.lowering.fuse import remove_dead_nodes
@@ -13,6 +15,7 @@ from specexport.onnx_emit import Emitter
 from specexport_runtime.abi import GATE_INPUTS, SIMILARITY
 from specexport_runtime.errors import BundleError
 
+Tensors = dict[str, npt.NDArray[Any]]
 _GATE = "gate."
 IN, NUDGE, NUDGED = "@in", "@nudge", "@nudged"
 
@@ -29,9 +32,29 @@ class EngineGraph(NamedTuple):
         """Names and ranks of the inputs."""
         return {str(value.name): len(value.shape or ()) for value in self.model.graph.inputs}
 
-    def to_proto(self) -> Any:
-        """The graph as an ``onnx.ModelProto`` that names its weights but does not hold them."""
-        return ir.to_proto(self.model)
+    def open(self, outputs: Sequence[str], num_threads: int) -> Any:
+        """A session of ONNX Runtime that gives ``outputs``, over the engine's own weights."""
+        import onnxruntime
+
+        from specexport_runtime.bundle.files import native_path
+        from specexport_runtime.executors.external_data import FOLDER_KEY, follow_links
+        from specexport_runtime.executors.operators import register
+
+        proto = ir.to_proto(self.model)
+        del proto.graph.output[:]
+        for name in outputs:
+            proto.graph.output.add(name=name)
+        options = onnxruntime.SessionOptions()
+        register(options)
+        options.intra_op_num_threads, options.inter_op_num_threads = num_threads, 1
+        options.log_severity_level = 3
+        options.add_session_config_entry(FOLDER_KEY, native_path(follow_links(proto, self.folder)))
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+    def run(self, feeds: Tensors, outputs: Sequence[str], num_threads: int) -> Tensors:
+        """Some tensors of the graph in a step."""
+        return dict(zip(outputs, self.open(outputs, num_threads).run(list(outputs), feeds), strict=True))
 
 
 def load_graph(path: Path) -> EngineGraph:

@@ -9,7 +9,14 @@ from specexport.progress import Progress, StageClock
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.quant_kinds import limits_of
-from specexport_runtime.errors import IncompatibleError, InvalidRequestError, OutputExistsError
+from specexport_runtime.errors import (
+    IncompatibleError,
+    InvalidRequestError,
+    MissingDependencyError,
+    OutputExistsError,
+    not_installed,
+    pip_install,
+)
 
 if TYPE_CHECKING:
     from specexport.debug.capture import CapturedStep, StepKind
@@ -72,17 +79,27 @@ class DebugReport:
     comparison: "Comparison"
 
 
+def _require_packages(options: DebugOptions) -> None:
+    """Check that what is needed is there; MissingDependencyError if not."""
+    from importlib.util import find_spec
+
+    needed = ("onnx", "onnx_ir", "onnxruntime", *(("polygraphy",) if options.save is not None else ()))
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise MissingDependencyError(
+            f"`specexport debug` needs {not_installed(missing)}.",
+            pip_install("debug", "export", "cpu"),
+        )
+
+
 def _tolerance(entry: ModelEntry) -> float:
     return TOLERANCES[entry.dtype] if entry.approximation is None else limits_of(entry.approximation).tensor
 
 
 def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: Progress | None = None) -> DebugReport:
-    """Decode behind ``prompt`` up to the wanted step, and compare two graphs in it."""
-    from specexport.debug.runs import require_polygraphy
-
-    require_polygraphy()
+    """Decode behind ``prompt`` up to the wanted step, and compare two graphs in it, or what two engines leave."""
+    _require_packages(options)
     from specexport.debug.capture import capture_step
-    from specexport.debug.compare import compare_graphs
+    from specexport.debug.compare import compare_engines, compare_graphs
     from specexport.debug.points import pair_points
     from specexport.debug.save import save_graphs
     from specexport_runtime.bundle.opened import load_bundle
@@ -90,96 +107,64 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
 
     clock = StageClock(progress, num_steps=4 + (options.save is not None))
     with clock.stage("load"):
-        bundle = load_bundle(folder, max_num_seqs=1)
+        bundle = source = load_bundle(folder, max_num_seqs=1)
         manifest = bundle.manifest
         other_manifest = manifest if options.against is None else load_manifest(options.against)
-        entries = [
-            _entry(manifest, folder, options),
-            _entry(other_manifest, None if options.against else folder, options),
-        ]
-        _check_same_checkpoint(folder, entries[0], options, entries[1])
-        tolerance = options.tolerance or max(map(_tolerance, entries))
-    if entries[0].backend != BACKEND:
-        return _debug_engine(bundle, entries, prompt, options, tolerance, clock)
-    with clock.stage("read", options.role):
-        # Without another bundle, the engine's own graph is the reference.
-        kind: GraphKind = options.graph if options.against is not None else "engine"
-        looked_at = _load(folder, entries[0], options.graph)
-        reference = _load(options.against or folder, entries[1], kind)
-        tokens = _tokens(bundle, prompt, options.role)
-    same_names = all(manifest.tools.get(name) == other_manifest.tools.get(name) for name in _TRACING)
+        entry = _entry(manifest, folder, options)
+        other = _entry(other_manifest, None if options.against else folder, options)
+        _check_same_checkpoint(folder, entry, options, other)
+        tolerance = options.tolerance or max(map(_tolerance, (entry, other)))
+    graphs = None
+    if entry.backend == BACKEND:
+        with clock.stage("read", options.role):
+            # Without another bundle, the engine's own graph is the reference.
+            kind: GraphKind = options.graph if options.against is not None else "engine"
+            graphs = _load(options.against or folder, other, kind), _load(folder, entry, options.graph)
+    else:
+        source = _engine_reference(bundle, entry, options)
+        clock.skip(1)  # no graph is read
     threads = options.num_threads or available_cores()
     with clock.stage("decode", options.role, f"to a {options.step} step"):
+        tokens = _tokens(bundle, prompt, options.role)
         # The cache rows hold what this decode needs, and no more: they are inputs of every run.
-        needed = min(manifest.max_model_len, len(tokens) + options.after + manifest.lookahead + 1)
-        step = capture_step(
-            bundle._replace(max_model_len=needed),
-            options.role,
-            tokens,
-            options.step,
-            after=options.after,
-            num_threads=threads,
-        )
-    if options.save is not None:
+        needed = min(source.max_model_len, len(tokens) + options.after + source.manifest.lookahead + 1)
+        source = source._replace(max_model_len=needed)
+        step = capture_step(source, options.role, tokens, options.step, after=options.after, num_threads=threads)
+    same_names = all(manifest.tools.get(name) == other_manifest.tools.get(name) for name in _TRACING)
+    if options.save is not None and graphs is not None:
         with clock.stage("save"):
-            pairs = pair_points(reference, looked_at, same_names=same_names)
-            save_graphs(
-                options.save,
-                {
-                    "reference": (reference, [pair.reference.name for pair in pairs]),
-                    "debugged": (looked_at, [pair.name for pair in pairs]),
-                },
-                step,
-            )
+            pairs = pair_points(*graphs, same_names=same_names)
+            names = [pair.reference.name for pair in pairs], [pair.name for pair in pairs]
+            saved = dict(zip(("reference", "debugged"), zip(graphs, names, strict=True), strict=True))
+            save_graphs(options.save, saved, step)
     with clock.stage("compare", options.role):
-        found = compare_graphs(
-            reference,
-            looked_at,
-            step,
-            tolerance=tolerance,
-            same_names=same_names,
-            layers=options.layers,
-            num_threads=threads,
-            on_layer=lambda label, number, count: clock.note(f"{label} ({number} of {count})"),
-        )
+        if graphs is None:
+            found = compare_engines(source, bundle, options.role, step, tolerance=tolerance, num_threads=threads)
+        else:
+            found = compare_graphs(
+                *graphs,
+                step,
+                tolerance=tolerance,
+                same_names=same_names,
+                layers=options.layers,
+                num_threads=threads,
+                on_layer=lambda label, number, count: clock.note(f"{label} ({number} of {count})"),
+            )
     what = "the engine's own graph" if options.against is None else f"bundle {other_manifest.name}"
     return DebugReport(manifest.name, what, options.role, options.graph, step, found)
 
 
-def _debug_engine(
-    bundle: "Bundle",
-    entries: Sequence[ModelEntry],
-    prompt: str,
-    options: DebugOptions,
-    tolerance: float,
-    clock: StageClock,
-) -> DebugReport:
-    """Hold an engine without layers against the graph of another bundle."""
-    from specexport.debug.capture import capture_step
-    from specexport.debug.engines import compare_engines
+def _engine_reference(bundle: "Bundle", entry: ModelEntry, options: DebugOptions) -> "Bundle":
+    """The bundle that an engine without layers is held against."""
     from specexport_runtime.bundle.opened import load_bundle
 
     if options.save is not None or options.layers:
         raise InvalidRequestError(
-            f"{bundle.folder}: an engine of {entries[0].backend} does not show its layers.",
+            f"{bundle.folder}: an engine of {entry.backend} does not show its layers.",
             "leave out --save and --layer.",
         )
     assert options.against is not None  # noqa: S101 - _entry has seen it
-    tokens = _tokens(bundle, prompt, options.role)
-    reference = load_bundle(options.against, max_num_seqs=1)
-    needed = min(reference.max_model_len, len(tokens) + options.after + reference.manifest.lookahead + 1)
-    reference = reference._replace(max_model_len=needed)
-    clock.skip(1)  # no graph is read
-    with clock.stage("decode", options.role, f"to a {options.step} step"):
-        step = capture_step(
-            reference, options.role, tokens, options.step, after=options.after, num_threads=options.num_threads
-        )
-    with clock.stage("compare", options.role):
-        found = compare_engines(
-            reference, bundle, options.role, step, tolerance=tolerance, num_threads=options.num_threads
-        )
-    what = f"bundle {reference.manifest.name}"
-    return DebugReport(bundle.manifest.name, what, options.role, options.graph, step, found)
+    return load_bundle(options.against, max_num_seqs=1)
 
 
 def _tokens(bundle: "Bundle", prompt: str, role: str) -> Sequence[int]:

@@ -6,7 +6,7 @@ Other programs do not have the library of these, so standard ones take their pla
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,16 +46,6 @@ def save_graphs(folder: Path, graphs: Mapping[str, tuple[EngineGraph, Sequence[s
             place.mkdir()
             ir.save(plain.model, place / MODEL, external_data=WEIGHTS)
             save_json([step.feeds_of(plain.inputs())], str(place / STEP))
-
-
-class _Row(NamedTuple):
-    """Tokens [start, stop) of the step are entries [past, end) of a cache row."""
-
-    row: int
-    start: int
-    stop: int
-    past: int
-    end: int
 
 
 def with_plain_operators(model: ir.Model, feeds: Feeds) -> ir.Model:
@@ -155,7 +145,7 @@ def _floats(
 
 
 class _Attention:
-    """One node of our attention operator."""
+    """One node of our attention operator, in a step of one sequence."""
 
     def __init__(self, node: ir.Node, feeds: Feeds, emit: Emitter) -> None:
         self.given = dict(zip(INPUTS, node.inputs, strict=False))
@@ -164,76 +154,65 @@ class _Attention:
         self.heads, self.kv_heads = self.attrs["num_heads"], self.attrs["kv_num_heads"]
         self.dims = [feeds[str(self._value(f"{part}_cache").name)].shape[-1] for part in "kv"]
         self.appends = bool(self.attrs["packed"]) or self.given["k"] is not None
+        self.count, held = int(feeds[CU_NEW_TOKENS.name][-1]), int(feeds[KV_LENS.name][0, 0])
+        self.past = held if self.appends else max(held - self.count, 0)  # the step's tokens are entries [past, end)
+        self.end = self.past + self.count
 
     def output(self) -> ir.Value:
         """[T, Hq*Dv] of all tokens."""
-        sizes = [self.heads * self.dims[0], self.kv_heads * self.dims[0], self.kv_heads * self.dims[1]]
+        emit, count = self.emit, self.count
         parts = [self.given[name] for name in "qkv"]
         if self.attrs["packed"]:
-            flat = self.emit.reshape(self._value("q"), [-1, sum(sizes)])
-            inputs = [flat, self.emit.const(sizes)]
-            parts = list(self.emit.node("Split", inputs, {"axis": 1}, outputs=3).outputs)
-        rows = [self._row(row, parts) for row in self._rows()]
-        return self.emit.op("Concat", *rows, axis=0)
+            sizes = [self.heads * self.dims[0], self.kv_heads * self.dims[0], self.kv_heads * self.dims[1]]
+            flat = emit.reshape(self._value("q"), [-1, sum(sizes)])
+            parts = list(emit.node("Split", [flat, emit.const(sizes)], {"axis": 1}, outputs=3).outputs)
+        q = self._tokens(parts[0], self.heads, self.dims[0], rotated=True)
+        keys, values = (self._entries(name, part) for name, part in zip("kv", parts[1:], strict=True))
+        stacked = emit.reshape(q, [self.kv_heads, -1, self.dims[0]])
+        scores = emit.op("MatMul", stacked, emit.op("Transpose", keys, perm=[0, 2, 1]))
+        scores = emit.op("Mul", emit.reshape(scores, [self.heads, count, self.end]), self._float(self.attrs["scale"]))
+        if cap := self.attrs["softcap"]:
+            scores = emit.op("Mul", emit.op("Tanh", emit.op("Div", scores, self._float(cap))), self._float(cap))
+        distance = self._distances()
+        if self.given.get("slopes") is not None:
+            slopes = emit.reshape(self._value("slopes"), [-1, 1, 1])
+            scores = emit.op("Add", scores, emit.op("Mul", slopes, emit.const(distance, "float32")))
+        scores = emit.op("Add", scores, emit.const(np.where(self._seen(distance), 0, _HIDDEN), "float32"))
+        if self.given.get("sinks") is not None:
+            sinks = emit.reshape(self._value("sinks"), [-1, 1, 1])
+            column = emit.op("Expand", sinks, emit.const([self.heads, count, 1]))
+            scores = emit.op("Concat", scores, column, axis=2)
+        weights = self._slice(emit.op("Softmax", scores, axis=-1), [0], [self.end], [2])
+        mixed = emit.op("MatMul", emit.reshape(weights, [self.kv_heads, -1, self.end]), values)
+        by_head = emit.reshape(mixed, [self.heads, count, self.dims[1]])
+        return emit.reshape(emit.op("Transpose", by_head, perm=[1, 0, 2]), [count, self.heads * self.dims[1]])
 
     def _value(self, name: str) -> ir.Value:
         value = self.given.get(name)
         assert value is not None  # noqa: S101 - the lowering put it there
         return value
 
-    def _rows(self) -> list[_Row]:
-        lens, starts = self.feeds[KV_LENS.name][:, 0].tolist(), self.feeds[CU_NEW_TOKENS.name].tolist()
-        rows = []
-        for index, (held, start, stop) in enumerate(zip(lens, starts, starts[1:], strict=False)):
-            past = held if self.appends else max(held - (stop - start), 0)
-            rows.append(_Row(index, start, stop, past, past + stop - start))
-        return [row for row in rows if row.stop > row.start]
-
-    def _row(self, row: _Row, parts: "list[ir.Value | None]") -> ir.Value:
-        emit, count = self.emit, row.stop - row.start
-        q = self._tokens(row, parts[0], self.heads, self.dims[0], rotated=True)
-        keys, values = (self._entries(row, name, part) for name, part in zip("kv", parts[1:], strict=True))
-        stacked = emit.reshape(q, [self.kv_heads, -1, self.dims[0]])
-        scores = emit.op("MatMul", stacked, emit.op("Transpose", keys, perm=[0, 2, 1]))
-        scores = emit.op("Mul", emit.reshape(scores, [self.heads, count, row.end]), self._float(self.attrs["scale"]))
-        if cap := self.attrs["softcap"]:
-            scores = emit.op("Mul", emit.op("Tanh", emit.op("Div", scores, self._float(cap))), self._float(cap))
-        distance = self._distances(row)
-        if self.given.get("slopes") is not None:
-            slopes = emit.reshape(self._value("slopes"), [-1, 1, 1])
-            scores = emit.op("Add", scores, emit.op("Mul", slopes, emit.const(distance, "float32")))
-        scores = emit.op("Add", scores, emit.const(np.where(self._seen(row, distance), 0, _HIDDEN), "float32"))
-        if self.given.get("sinks") is not None:
-            sinks = emit.reshape(self._value("sinks"), [-1, 1, 1])
-            column = emit.op("Expand", sinks, emit.const([self.heads, count, 1]))
-            scores = emit.op("Concat", scores, column, axis=2)
-        weights = self._slice(emit.op("Softmax", scores, axis=-1), [0], [row.end], [2])
-        mixed = emit.op("MatMul", emit.reshape(weights, [self.kv_heads, -1, row.end]), values)
-        by_head = emit.reshape(mixed, [self.heads, count, self.dims[1]])
-        return emit.reshape(emit.op("Transpose", by_head, perm=[1, 0, 2]), [count, self.heads * self.dims[1]])
-
-    def _tokens(self, row: _Row, part: "ir.Value | None", heads: int, dim: int, *, rotated: bool) -> ir.Value:
-        """[heads, n, dim] of the row's tokens."""
+    def _tokens(self, part: "ir.Value | None", heads: int, dim: int, *, rotated: bool) -> ir.Value:
+        """[heads, n, dim] of the step's tokens."""
         emit = self.emit
         assert part is not None  # noqa: S101 - the lowering put it there
-        own = self._slice(part, [row.start], [row.stop], [0])
-        turned = emit.op("Transpose", emit.reshape(own, [row.stop - row.start, heads, dim]), perm=[1, 0, 2])
+        turned = emit.op("Transpose", emit.reshape(part, [self.count, heads, dim]), perm=[1, 0, 2])
         if not rotated or not self.attrs["rotary"]:
             return turned
         cos, sin = self._value("cos_table"), self._value("sin_table")
         size = 2 * int(cos.shape[1])  # type: ignore[index,arg-type]
-        at = emit.const(np.arange(row.past, row.end)[None])
+        at = emit.const(np.arange(self.past, self.end)[None])
         kind: dict[str, Any] = {"interleaved": int(self.attrs["rotary"] == "interleaved"), "rotary_embedding_dim": size}
         whole = emit.reshape(turned, [1, heads, -1, dim])
         return emit.reshape(emit.op("RotaryEmbedding", whole, cos, sin, at, **kind), [heads, -1, dim])
 
-    def _entries(self, row: _Row, name: str, part: "ir.Value | None") -> ir.Value:
-        """[H, end, dim] of the row's keys or values, this step's among them."""
+    def _entries(self, name: str, part: "ir.Value | None") -> ir.Value:
+        """[H, end, dim] of the keys or values, this step's among them."""
         emit, dim = self.emit, self.dims["kv".index(name)]
-        held = row.past if self.appends else row.end
-        cache = self._slice(self._value(f"{name}_cache"), [row.row, 0], [row.row + 1, held], [0, 3])
+        held = self.past if self.appends else self.end
+        cache = self._slice(self._value(f"{name}_cache"), [0, 0], [1, held], [0, 3])
         entries = emit.cast(emit.reshape(cache, [self.kv_heads, -1, dim]), ir.DataType.FLOAT)
-        new = self._tokens(row, part, self.kv_heads, dim, rotated=name == "k") if self.appends else None
+        new = self._tokens(part, self.kv_heads, dim, rotated=name == "k") if self.appends else None
         scale = self.given.get(f"{name}_scale")
         if scale is not None:
             scale = emit.reshape(scale, [self.kv_heads, 1, dim])
@@ -243,22 +222,22 @@ class _Attention:
         whole = entries if new is None else emit.op("Concat", entries, new, axis=1)
         return whole if scale is None else emit.op("Mul", whole, scale)
 
-    def _distances(self, row: _Row) -> npt.NDArray[np.int64]:
+    def _distances(self) -> npt.NDArray[np.int64]:
         """[n, end]: how far behind a token an entry is."""
-        own, entries = np.arange(row.past, row.end), np.arange(row.end)
+        own, entries = np.arange(self.past, self.end), np.arange(self.end)
         if self.given.get("kv_positions") is not None:
-            own = self.feeds[POSITIONS.name][row.start : row.stop]
-            entries = self.feeds[KV_POSITIONS.name][row.row, 0, : row.end]
+            own = self.feeds[POSITIONS.name][: self.count]
+            entries = self.feeds[KV_POSITIONS.name][0, 0, : self.end]
         return entries[None] - own[:, None]
 
-    def _seen(self, row: _Row, distance: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def _seen(self, distance: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         seen = np.ones(distance.shape, bool)
         if self.attrs["causal"]:
             seen &= distance <= 0
         if self.attrs["window"] > 0:
             seen &= distance > -self.attrs["window"]
         if self.given.get("kv_positions") is not None:
-            seen &= self.feeds[KV_POSITIONS.name][row.row, 0, : row.end] >= 0
+            seen &= self.feeds[KV_POSITIONS.name][0, 0, : self.end] >= 0
         return seen
 
     def _slice(self, value: ir.Value, starts: list[int], stops: list[int], axes: list[int]) -> ir.Value:

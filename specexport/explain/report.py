@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 FEW_TESTS = 10
 NARROW = 100
-FAR = 1.5
-"""A promise is far from what was real by this factor."""
 Decode = Callable[[Sequence[int]], str]
 _REASONS = {
     "fixed": "as asked",
@@ -131,24 +129,10 @@ def end_line(finish_reason: str, tokens: int, most: int) -> list[str]:
     return [f"The text ended after {tokens} of at most {most} tokens, {why}."]
 
 
-def promise_lines(summary: Summary) -> list[str]:
-    """Which promises were far from what was real; what was chosen by them was a guess, unless all are off alike."""
-    ratios = {way: way.real / way.promised for way in summary.ways if way.real and way.promised}
-    low, high = min(ratios.values(), default=1.0), max(ratios.values(), default=1.0)
-    if len(ratios) > 1 and high < 1 / FAR and high < 2 * low:
-        return [f"Every way gave {low:.2f} to {high:.2f} of what it promised: the machine is busy. Choices hold."]
-    return [
-        f"{way.drafter or 'Plain decoding'} promised {way.promised:.1f} tokens/s and gave {way.real:.1f}: what was "
-        "chosen by it is a guess, until more steps were timed."
-        for way, ratio in ratios.items()
-        if not 1 / FAR < ratio < FAR
-    ]
-
-
 def short_lines(summary: Summary) -> list[str]:
     """The trace in a few sentences, behind the verdict."""
     ways = [_way_line(way) for way in summary.ways] if len(summary.ways) > 1 else []
-    return [_count_line(summary), *ways, *promise_lines(summary)]
+    return [_count_line(summary), *ways]
 
 
 def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list[str]:
@@ -166,7 +150,6 @@ def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list
         lines.append(f"The draft leaves out attention of layers {attention}{states} and MLPs of layers {mlp}.")
     if len(summary.ways) > 1:
         lines += [_way_line(way) for way in summary.ways]
-    lines += promise_lines(summary)
     for name, found in summary.positions.items():
         shares = ", ".join(f"{i}: {p.rate:.2f} ({p.accepted}/{p.tested})" for i, p in enumerate(found, start=1))
         lines.append(f"Acceptance by position, {name}: {shares}.")

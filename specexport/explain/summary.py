@@ -1,39 +1,17 @@
 """What a trace adds up to: time saved, acceptance by position, and the K that would have been best."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specexport_runtime.drafters.registry import KINDS
+from specexport.bench.acceptance import LookaheadVerdict, Position, count_positions, judge, step_seconds
 from specexport_runtime.requests.records import RoundTrace
 
 if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.costs.learned import LearnedCosts
     from specexport_runtime.requests.layer_choice import LayerChoice
-
-Seconds = Callable[[int], float]
-
-
-class Position(NamedTuple):
-    """Tests of one draft position."""
-
-    tested: int  # drafts that had a token there, all before it being accepted
-    accepted: int  # tested tokens that were accepted
-
-    @property
-    def rate(self) -> float:
-        """Share that was accepted."""
-        return self.accepted / self.tested
-
-
-class LookaheadVerdict(NamedTuple):
-    """What the costs of steps say about K for one drafter, given the acceptance that was measured."""
-
-    drafter: str
-    best: int  # K with the most expected tokens per second; 0 is plain decoding
-    speedups: tuple[float, ...]  # by K from 0: expected tokens per second over those of plain decoding
 
 
 class Way(NamedTuple):
@@ -82,18 +60,6 @@ class Summary(NamedTuple):
         }
 
 
-def count_positions(trace: Sequence[RoundTrace], drafter: str) -> list[Position]:
-    """Tests of each position of the chains of one drafter, from the first on, as far as any was tested."""
-    drafts = [r.own for r in trace if r.drafter == drafter and r.drafted]
-    found = []
-    for index in range(max((length for length, _ in drafts), default=0)):
-        tested = sum(length > index and accepted >= index for length, accepted in drafts)
-        if not tested:
-            break
-        found.append(Position(tested, sum(length > index and accepted > index for length, accepted in drafts)))
-    return found
-
-
 def compare_ways(trace: Sequence[RoundTrace]) -> list[Way]:
     """What each drafter and plain decoding (rounds without a draft) promised in a trace, and what was given."""
     taken = [r.drafter if r.drafted else "" for r in trace]
@@ -120,24 +86,6 @@ def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def expected_tokens(positions: Sequence[Position], lookahead: int) -> float:
-    """Expected tokens of a round: 1 + a₁ + a₁a₂ and so on; untested positions are as good as the last tested one."""
-    total = reach = 1.0
-    for index in range(lookahead):
-        reach *= positions[min(index, len(positions) - 1)].rate
-        total += reach
-    return total
-
-
-def judge(
-    drafter: str, positions: Sequence[Position], longest: int, verify: Seconds, draft: Seconds
-) -> LookaheadVerdict:
-    """Compare every K up to ``longest`` by expected tokens per second; at least one of ``positions`` is needed."""
-    plain = 1 / verify(0)
-    goodput = [expected_tokens(positions, k) / (verify(k) + draft(k)) / plain for k in range(longest + 1)]
-    return LookaheadVerdict(drafter, max(range(longest + 1), key=lambda k: (goodput[k], -k)), tuple(goodput))
-
-
 def summarize(
     trace: Sequence[RoundTrace],
     *,
@@ -151,19 +99,11 @@ def summarize(
     plain = [r.plain_milliseconds for r in trace]
     drafters = list(dict.fromkeys(r.drafter for r in trace if r.own[0]))
     positions = {name: count_positions(trace, name) for name in drafters}
-    verdicts = []
-    if curves is not None:
-        ratio = 1.0 if learned is None else learned.extra_ratio(1)
-        for name, found in positions.items():
-            step = _draft_seconds(curves, name, context, layers)
-            step *= 1.0 if learned is None else learned.draft_ratio(name, 1)
-            verdicts.append(
-                judge(
-                    name, found, longest,
-                    verify=lambda k: curves.target.seconds(1 + ratio * k, 1, context),
-                    draft=lambda k, step=step: k * step,  # type: ignore[misc]
-                )
-            )  # fmt: skip
+    verdicts = [
+        judge(name, found, longest, *step_seconds(curves, learned, name, context, layers))
+        for name, found in positions.items()
+        if curves is not None
+    ]
     return Summary(
         rounds=len(trace),
         tokens=sum(len(r.emitted) for r in trace),
@@ -179,14 +119,3 @@ def summarize(
         verdicts=verdicts,
         ways=compare_ways(trace),
     )
-
-
-def _draft_seconds(curves: "CostCurves", drafter: str, context: int, layers: "LayerChoice | None") -> float:
-    """Seconds of one draft step; copying costs nothing that counts."""
-    if drafter in KINDS and KINDS[drafter].traits.is_free:
-        return 0.0
-    if drafter in curves.drafters:
-        return curves.drafters[drafter].seconds(1, 1, context)
-    if layers is None:
-        return curves.target.seconds(1, 1, context)
-    return curves.self_draft_seconds(layers.mixers.count(False), layers.mlps_off, 1, 1, context)

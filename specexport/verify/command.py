@@ -6,13 +6,12 @@ from pathlib import Path
 
 import click
 
+from specexport.compare import OutputResult
 from specexport.report import format_number, print_json
 from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult
-from specexport.verify.neighbours import NeighbourResult
 from specexport.verify.perplexity import PerplexityResult
 from specexport.verify.report import VerifyReport
-from specexport.verify.tensors import TensorResult
 from specexport_runtime.cli.options import engine_flag
 from specexport_runtime.errors import CheckFailedError
 
@@ -65,10 +64,9 @@ def verify(
     from specexport.atomic import write_json
     from specexport.progress import show_progress
     from specexport.verify.options import VerifyOptions
-    from specexport.verify.perplexity import read_text
-    from specexport.verify.prompts import read_prompts
     from specexport.verify.report import record_report
     from specexport.verify.run import verify_bundle
+    from specexport_runtime.cli.prompts import read_prompts, read_text
     from specexport_runtime.executors.open import check_threads
 
     check_threads(num_threads, "--threads")
@@ -78,8 +76,8 @@ def verify(
         lora=lora,
         require_checkpoint=require_checkpoint,
         trust_remote_code=trust_remote_code,
-        prompts=None if prompts is None else read_prompts(prompts),
-        texts=None if text is None else read_text(text),
+        prompts=None if prompts is None else [item.text for item in read_prompts(None, None, prompts)],
+        texts=None if text is None else [read_text(text)],
         reference=reference,
         max_prompts=max_prompts,
         max_tokens=max_tokens,
@@ -111,12 +109,10 @@ def describe(report: VerifyReport) -> Iterator[str]:
     for part in report.parts:
         yield f"{part.name:<10} {part.status}" + (f": {part.reason}" if part.reason else "")
         for result in part.results:
-            if isinstance(result, TensorResult):
-                yield from _describe_tensors(result)
+            if isinstance(result, OutputResult):
+                yield from _describe_logits(part.name, result)
             elif isinstance(result, PerplexityResult):
                 yield from _describe_perplexity(result)
-            elif isinstance(result, NeighbourResult):
-                yield from _describe_neighbours(result)
             elif isinstance(result, GreedyResult):
                 yield from _describe_greedy(result)
             else:
@@ -143,18 +139,25 @@ def verdict(report: VerifyReport) -> str:
     return f"{drafting}; weights as the checkpoint's: {answer('tensors', 'perplexity')}{bits}"
 
 
-def _describe_tensors(result: TensorResult) -> Iterator[str]:
-    rows = sum(case.rows for case in result.cases)
-    yield (
-        f"  {result.role}: max difference from eager torch {result.max_abs:.1e}, {result.max_relative:.1e} of the "
-        f"logit scale (limit {result.tolerance:.0e}), {rows} logit rows in {len(result.cases)} kinds of step"
-    )
+def _describe_logits(part: str, result: OutputResult) -> Iterator[str]:
+    rows, kinds = sum(case.rows for case in result.cases), f"{len(result.cases)} kinds of step"
+    if part == "neighbours":
+        found = f"within {result.max_relative:.1e} of the logit scale (limit {result.tolerance:.0e})"
+        if not result.tolerance:
+            found = f"bit for bit in {sum(case.same_bits for case in result.cases)} of {rows} rows"
+        yield f"  {result.role}: a token's logits in {kinds} are those alone, {found}"
+        yield f"    {result.compared}"
+    else:
+        yield (
+            f"  {result.role}: max difference from eager torch {result.max_abs:.1e}, {result.max_relative:.1e} of the "
+            f"logit scale (limit {result.tolerance:.0e}), {rows} logit rows in {kinds}"
+        )
     for case in result.cases:
         if not case.passed:
-            agreement = f"argmax agrees in {case.argmax_agreement:.1%} of {case.rows} rows"
             yield (
                 f"  FAILED {result.role}, {case.name}: {case.max_relative:.3g} of the logit scale, root mean square of "
-                f"a row {case.max_rms:.3g}; {agreement}"
+                f"a row {case.max_rms:.3g}; argmax agrees in {case.argmax_agreement:.1%} of {case.rows} rows, bits in "
+                f"{case.same_bits}"
             )
 
 
@@ -169,21 +172,6 @@ def _describe_perplexity(result: PerplexityResult) -> Iterator[str]:
         f"    its distributions diverge by {result.divergence:.4f} nats (limit {result.divergence_limit:g}); the same "
         f"likeliest token at {result.agreement:.1%}"
     )
-
-
-def _describe_neighbours(result: NeighbourResult) -> Iterator[str]:
-    if result.tolerance:
-        found = f"within {result.max_relative:.1e} of the logit scale (limit {result.tolerance:.0e})"
-    else:
-        bits = sum(case.same_bits for case in result.cases)
-        found = f"bit for bit in {bits} of {sum(case.rows for case in result.cases)} rows"
-    yield f"  {result.role}: a token's logits in {len(result.cases)} kinds of step are those alone, {found}"
-    yield f"    {result.compared}"
-    for case in result.cases:
-        if not case.passed:
-            agreement = f"argmax agrees in {case.argmax_agreement:.1%} of {case.rows} rows"
-            same = f"{agreement}, bits in {case.same_bits}"
-            yield f"  FAILED {result.role}, {case.name}: {case.max_relative:.3g} of the logit scale; {same}"
 
 
 def _describe_greedy(result: GreedyResult) -> Iterator[str]:

@@ -6,10 +6,13 @@ out. Such a difference is told from a mistake by running the sequence once more,
 gap between the two logits.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
-from specexport.verify.tolerance import logit_scale
+from specexport.compare import logit_scale
 from specexport.verify.trees import Drafting, tree_drafting
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.base import Begun, Drafter, DrafterTraits, Proposal
@@ -21,6 +24,7 @@ from specexport_runtime.intake.drafting import RequestOptions
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.request import Request
+from specexport_runtime.requests.stats import RequestStats
 from specexport_runtime.sampling.params import SamplingParams
 
 _TREE_LOOKAHEAD = 8
@@ -58,57 +62,27 @@ def compare_outputs(
     """The first difference of each prompt that has one."""
     found = []
     for index, (expected, output) in enumerate(zip(plain, outputs, strict=True)):
-        pairs = zip(expected, output, strict=False)
-        position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(output)))
-        if position == len(expected) == len(output):
-            continue
-        if position == min(len(expected), len(output)):
-            found.append(_length_difference(expected, output, drafter, lookahead, index, position))
-            continue
-        logits = logits_one_at_a_time(target, prompts[index], expected[:position])
-        pair = (expected[position], output[position])
-        found.append(
-            explain(
-                logits, pair, drafter=drafter, lookahead=lookahead, prompt=index, position=position, tolerance=tolerance
-            )
-        )
+        pairs = enumerate(zip_longest(expected, output, fillvalue=-1))
+        position, pair = next((each for each in pairs if each[1][0] != each[1][1]), (-1, (-1, -1)))
+        if position >= 0:
+            where: dict[str, Any] = {
+                "drafter": drafter, "lookahead": lookahead, "prompt": index, "position": position,
+                "plain_token": pair[0], "speculative_token": pair[1],
+            }  # fmt: skip
+            if -1 in pair:  # one output stops early: no logit gap can explain that
+                found.append(GreedyDifference(**where, gap=math.inf, shortfall=math.inf, limit=0.0, explained=False))
+            else:
+                logits = logits_one_at_a_time(target, prompts[index], expected[:position])
+                found.append(GreedyDifference(**where, **explain(logits, pair, tolerance)))
     return found
 
 
-def explain(
-    logits: Float32Array,
-    tokens: tuple[int, int],
-    *,
-    drafter: str,
-    lookahead: int,
-    prompt: int,
-    position: int,
-    tolerance: float = 0.0,
-) -> GreedyDifference:
-    """Judge one difference by the logits [V] of its position; ``tokens`` are the plain and the speculative token."""
+def explain(logits: Float32Array, tokens: tuple[int, int], tolerance: float = 0.0) -> dict[str, Any]:
+    """Judge a difference between two tokens by the logits [V] of its position; see :class:`GreedyDifference`."""
     first, second = (float(logits[token]) for token in tokens)
-    shortfall = float(logits.max()) - min(first, second)
-    limit = tolerance * logit_scale(logits)
-    return GreedyDifference(
-        drafter,
-        lookahead,
-        prompt,
-        position,
-        *tokens,
-        gap=abs(first - second),
-        shortfall=shortfall,
-        limit=limit,
-        explained=shortfall < limit,  # false for NaN, and for equal logits without a tolerance
-    )
-
-
-def _length_difference(
-    expected: Sequence[int], output: Sequence[int], drafter: str, lookahead: int, prompt: int, position: int
-) -> GreedyDifference:
-    """One output stops early: no logit gap can explain that. The missing token is reported as -1."""
-    plain, other = (tokens[position] if position < len(tokens) else -1 for tokens in (expected, output))
-    gap = float("inf")
-    return GreedyDifference(drafter, lookahead, prompt, position, plain, other, gap, gap, 0.0, explained=False)
+    shortfall, limit = float(logits.max()) - min(first, second), tolerance * logit_scale(logits)
+    # Not explained for NaN, and for equal logits without a tolerance.
+    return {"gap": abs(first - second), "shortfall": shortfall, "limit": limit, "explained": shortfall < limit}
 
 
 def logits_one_at_a_time(executor: Executor, prompt: Sequence[int], output: Sequence[int]) -> Float32Array:
@@ -178,26 +152,26 @@ def check_greedy(
     plain = [result.token_ids for result in engine.generate(given, params, speculation=False)]
     runs: list[GreedyRun] = []
     differences: list[GreedyDifference] = []
+
+    def compare(kind: str, lookahead: int, size: int, texts: Sequence[tuple[list[int], RequestStats]]) -> None:
+        outputs, stats = zip(*texts, strict=True)
+        found = compare_outputs(engine.target, given, plain, outputs, kind, lookahead, tolerance)
+        ends = {difference.prompt: difference.position + 1 for difference in found}
+        compared = sum(ends.get(index, len(output)) for index, output in enumerate(plain))
+        accepted, rounds = sum(each.accepted for each in stats), sum(each.draft_rounds for each in stats)
+        mean = 1 + accepted / rounds if rounds else None
+        runs.append(GreedyRun(kind, lookahead, size, len(plain) - len(found), compared, mean))
+        differences.extend(found)
+
     for way in _ways(engine, chosen):
         drafter, lookahead, size = way
         kind = drafter.replace("-", " ") + (f", trees of {size}" if size else "")
         rules = _RULES if engine.target.num_gates and drafter in KINDS and KINDS[drafter].traits.takes_layers else None
         options: RequestOptions = {**way.options, "layer_rules": rules}
         results = engine.generate(given, params, **options)
-        rounds = sum(result.stats.draft_rounds for result in results)
-        accepted = sum(result.stats.accepted for result in results)
-        found = compare_outputs(
-            engine.target, given, plain, [result.token_ids for result in results], kind, lookahead, tolerance
-        )
-        runs.append(_run(kind, lookahead, plain, found, accepted, rounds, size))
-        differences += found
-    sequences = _decode_scripted(engine, given, params, plain)
-    found = compare_outputs(
-        engine.target, given, plain, [seq.output for seq in sequences], "scripted", engine.lookahead, tolerance
-    )
-    accepted, rounds = (sum(getattr(seq.stats, name) for seq in sequences) for name in ("accepted", "draft_rounds"))
-    runs.append(_run("scripted", engine.lookahead, plain, found, accepted, rounds))
-    differences += found
+        compare(kind, lookahead, size, [(result.token_ids, result.stats) for result in results])
+    requests = _decode_scripted(engine, given, params, plain)
+    compare("scripted", engine.lookahead, 0, [(request.output, request.stats) for request in requests])
     compared = (
         f"{max_tokens} tokens of {len(given)} prompts in one batch, K = {', '.join(map(str, chosen))}, against plain "
         "greedy decoding"
@@ -226,37 +200,22 @@ def _ways(engine: SpecEngine, lookaheads: Sequence[int]) -> list[Drafting]:
     return runs if trees is None else [*runs, trees]
 
 
-def _run(
-    drafter: str,
-    lookahead: int,
-    plain: Sequence[Sequence[int]],
-    found: Sequence[GreedyDifference],
-    accepted: int,
-    rounds: int,
-    tree_size: int = 0,
-) -> GreedyRun:
-    ends = {difference.prompt: difference.position + 1 for difference in found}
-    compared = sum(ends.get(index, len(output)) for index, output in enumerate(plain))
-    mean = 1 + accepted / rounds if rounds else None
-    return GreedyRun(drafter, lookahead, tree_size, len(plain) - len(found), compared, mean)
-
-
 def _decode_scripted(
     engine: SpecEngine, prompts: Sequence[list[int]], params: SamplingParams, plain: Sequence[Sequence[int]]
 ) -> list[Request]:
     """Decode with drafts that are right and wrong by turns, so that every accepted length occurs."""
     vocab_size = engine.target.vocab_size
-    sequences = [
+    requests = [
         Request(index, prompt, params, vocab_size=vocab_size, max_model_len=engine.max_model_len)
         for index, prompt in enumerate(prompts)
     ]
     decoder = Decoder(ModelRunner(engine.target), ScriptedDrafter(plain, vocab_size, engine.lookahead))
-    for seq in sequences:
-        decoder.add(seq)
+    for request in requests:
+        decoder.add(request)
     while decoder.has_work:
         decoder.step()
         decoder.check()
-    return sequences
+    return requests
 
 
 class ScriptedDrafter(Drafter):
@@ -285,14 +244,14 @@ class ScriptedDrafter(Drafter):
         """Up to ``lookaheads[i]`` tokens of request i's script, the mistake moving on from round to round."""
         self._turn += 1
         return [
-            Proposal(self._draft(seq, min(limit, self._lookahead)))
-            for seq, limit in zip(requests, lookaheads, strict=True)
+            Proposal(self._draft(request, min(limit, self._lookahead)))
+            for request, limit in zip(requests, lookaheads, strict=True)
         ]
 
-    def _draft(self, seq: Request, limit: int) -> list[int]:
-        start = seq.num_generated
-        tokens = list(self._outputs[seq.index][start : start + limit])
-        wrong = (self._turn + 2 * seq.index) % (limit + 1)
+    def _draft(self, request: Request, limit: int) -> list[int]:
+        start = request.num_generated
+        tokens = list(self._outputs[request.index][start : start + limit])
+        wrong = (self._turn + 2 * request.index) % (limit + 1)
         if wrong < len(tokens):
             tokens[wrong] = (tokens[wrong] + 1) % self._vocab_size
         return tokens

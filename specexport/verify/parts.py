@@ -1,19 +1,19 @@
 """Each part as a step of a verification: runs the check and says passed, failed or skipped."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from specexport.compare import OutputResult
 from specexport.progress import StageClock
 from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult, check_greedy
-from specexport.verify.neighbours import check_neighbours
+from specexport.verify.logits import check_neighbours, check_tensors, make_sequences
 from specexport.verify.perplexity import PerplexityResult, compare_perplexity, count_predicted, score_engine
 from specexport.verify.references import References, roles_of
 from specexport.verify.report import PartStatus, ReportPart
 from specexport.verify.sampling import check_sampling
-from specexport.verify.tensors import TensorResult, check_tensors, make_sequences
-from specexport.verify.tolerance import step_tolerance, text_limits
+from specexport.verify.tolerance import text_limits
 from specexport_runtime.bundle.manifest import Manifest
 from specexport_runtime.bundle.token_map import own_texts
 from specexport_runtime.engine import SpecEngine
@@ -23,36 +23,23 @@ from specexport_runtime.executors.base import Executor
 _Result = TypeVar("_Result", GreedyResult, SamplingResult)
 
 
-class _Judged(Protocol):
-    @property
-    def passed(self) -> bool: ...
-
-
 def run_tensors(engine: SpecEngine, manifest: Manifest, references: References, clock: StageClock) -> ReportPart | None:
     """Compare the logits of each engine that is no approximation; None if there is no such engine."""
+
+    def check(role: str, executor: Executor) -> OutputResult:
+        entry, reference = manifest.models[role], references.logits[role]
+        return check_tensors(
+            role,
+            executor,
+            reference.sequences,
+            reference.logits,
+            lookahead=manifest.lookahead,
+            dtype=entry.dtype,
+            num_layers=len(entry.attention.layers),
+        )
+
     roles = [role for role in roles_of(manifest) if manifest.models[role].approximation is None]
-    if not roles:
-        return None
-    results: list[TensorResult] = []
-    for role in roles:
-        executor, reference = _executor(engine, role), references.logits.get(role)
-        if executor is None or reference is None:
-            continue
-        with clock.stage("tensors", role):
-            entry = manifest.models[role]
-            results.append(
-                check_tensors(
-                    role,
-                    executor,
-                    reference.sequences,
-                    reference.logits,
-                    lookahead=manifest.lookahead,
-                    dtype=entry.dtype,
-                    num_layers=len(entry.attention.layers),
-                )
-            )
-    missing = [references.missing[role] for role in roles if role in references.missing]
-    return ReportPart("tensors", _status(results, missing), " ".join(missing) or None, tuple(results))
+    return _compare_roles("tensors", roles, references.logits, references, engine, clock, check)
 
 
 def run_perplexity(
@@ -65,62 +52,64 @@ def run_perplexity(
     clock: StageClock,
 ) -> ReportPart | None:
     """Compare the loss of each of ``roles`` with the float model's; None if there are none."""
+
+    def check(role: str, executor: Executor) -> PerplexityResult:
+        entry, reference = manifest.models[role], references.losses[role]
+        cut_head = engine.cut_head if role == "draft" else None
+        own_windows = own_texts(bundle, manifest.models, role, windows)
+        score = score_engine(
+            executor, own_windows, lookahead=manifest.lookahead, cut_head=cut_head, reference=reference.likeliest
+        )
+        return compare_perplexity(
+            role,
+            score,
+            reference.loss,
+            count_predicted(own_windows, cut_head),
+            approximation=entry.approximation,
+            limits=text_limits(entry.approximation, entry.dtype, len(entry.attention.layers)),
+            reference=reference.source,
+        )
+
+    return _compare_roles("perplexity", roles, references.losses, references, engine, clock, check)
+
+
+def _compare_roles(
+    name: str,
+    roles: Sequence[str],
+    found: Container[str],  # roles that there is something to compare with
+    references: References,
+    engine: SpecEngine,
+    clock: StageClock,
+    check: Callable[[str, Executor], OutputResult | PerplexityResult],
+) -> ReportPart | None:
+    """A part that looks at one engine after another; None if there is none to look at."""
     if not roles:
         return None
-    results: list[PerplexityResult] = []
+    results = []
     for role in roles:
-        executor, reference = _executor(engine, role), references.losses.get(role)
-        if executor is None or reference is None:
-            continue
-        with clock.stage("perplexity", role):
-            cut_head = engine.cut_head if role == "draft" else None
-            own_windows = own_texts(bundle, manifest.models, role, windows)
-            score = score_engine(
-                executor, own_windows, lookahead=manifest.lookahead, cut_head=cut_head, reference=reference.likeliest
-            )
-        entry = manifest.models[role]
-        results.append(
-            compare_perplexity(
-                role,
-                score,
-                reference.loss,
-                count_predicted(own_windows, cut_head),
-                approximation=entry.approximation,
-                limits=text_limits(entry.approximation, entry.dtype, len(entry.attention.layers)),
-                reference=reference.source,
-            )
-        )
+        executor = engine.target if role == "target" else engine.draft
+        if executor is not None and role in found:
+            with clock.stage(name, role):
+                results.append(check(role, executor))
     missing = [references.missing[role] for role in roles if role in references.missing]
-    return ReportPart("perplexity", _status(results, missing), " ".join(missing) or None, tuple(results))
+    passed: PartStatus = "skipped" if missing else "passed"
+    status = passed if all(result.passed for result in results) else "failed"
+    return ReportPart(name, status, " ".join(missing) or None, tuple(results))
 
 
 def run_neighbours(
-    engine: SpecEngine, manifest: Manifest, prompts: Sequence[Sequence[int]], clock: StageClock
+    engine: SpecEngine, manifest: Manifest, prompts: Sequence[Sequence[int]], tolerance: float, clock: StageClock
 ) -> ReportPart:
     """Compare the target's logits with its own: a token alone in a step against the same token beside others."""
-    entry = manifest.models["target"]
     with clock.stage("neighbours", "target"):
         sequences = make_sequences(
-            prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
-        )
-        result = check_neighbours(
-            "target",
-            engine.target,
-            sequences,
+            prompts,
+            manifest.models["target"].vocab_size,
             lookahead=manifest.lookahead,
-            tolerance=step_tolerance(entry.backend, entry.dtype, len(entry.attention.layers)),
+            max_model_len=manifest.max_model_len,
         )
-    return ReportPart("neighbours", _status([result], ()), None, (result,))
-
-
-def _executor(engine: SpecEngine, role: str) -> Executor | None:
-    return engine.target if role == "target" else engine.draft
-
-
-def _status(results: Sequence[_Judged], missing: Sequence[str]) -> PartStatus:
-    if any(not result.passed for result in results):
-        return "failed"
-    return "skipped" if missing else "passed"
+        result = check_neighbours("target", engine.target, sequences, lookahead=manifest.lookahead, tolerance=tolerance)
+    return ReportPart("neighbours", "passed" if result.passed else "failed", None, (result,))
 
 
 def run_greedy(

@@ -4,20 +4,19 @@ Perplexity is ``exp(mean -ln p(token | tokens before it))``. A text is cut into 
 on, so that a window costs one prefill and no long cache. Both models see the same windows: the relative change is that
 of the same tokens, and far more certain than either perplexity.
 
-The loss says how likely the text is. The loss says how likely the text is. The divergence says how far the next-token
-distributions are from the other model's, whatever comes next: it is a sum over far more than one token a place, and so
-much more certain.
+The loss says how likely the text is. The divergence says how far the next-token distributions are from the other
+model's, whatever comes next: it is a sum over far more than one token a place, and so much more certain.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from specexport.compile.closeness import log_softmax
 from specexport.verify.tolerance import TextLimits
 from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.errors import InvalidRequestError
@@ -79,9 +78,7 @@ class TextScorer:
                 self._read(own, int(self._cut_head.ids.searchsorted(token)))
 
     def _read(self, row: Float32Array, token: int) -> None:
-        wide = row.astype(np.float64)
-        highest = wide.max()
-        logs = wide - (highest + np.log(np.exp(wide - highest).sum()))
+        logs = log_softmax(row)
         self._loss -= float(logs[token])
         if self._reference is None:
             size = min(NUM_LIKELIEST, len(logs))
@@ -128,19 +125,6 @@ class PerplexityResult:
     divergence_limit: float  # largest one allowed, in nats
     agreement: float  # share of the tokens where both have the same likeliest one
     reference: str  # what the float model was, in words
-
-
-def read_text(path: Path) -> list[str]:
-    """A UTF-8 text file, as one text; InvalidRequestError if it is unreadable, not UTF-8 or empty."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InvalidRequestError(f"{path} cannot be read ({error.strerror}).", "give a readable file.") from error
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"{path} is not UTF-8 (byte offset {error.start}).", "save it as UTF-8.") from None
-    if not text.strip():
-        raise InvalidRequestError(f"{path} holds no text.", "give a file with some.")
-    return [text]
 
 
 def make_windows(

@@ -1,10 +1,8 @@
-"""Prompts for the checks: a small built-in set of code and prose, or a JSONL file."""
+"""Prompts for the checks: a small built-in set of code and prose, and how prompts become tokens."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specexport_runtime.cli.prompts import json_lines
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -20,19 +18,6 @@ DEFAULT_PROMPTS = (
     "In 1969 the first people walked on the Moon. They",
     "Question: what is the sum of 12 and 30?\nAnswer:",
 )
-
-_FORM = 'write one object a line: {"prompt": "…"}.'
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The field ``prompt`` of each line of a JSONL file; InvalidRequestError names a line without one."""
-    prompts = []
-    for number, record in json_lines(path):
-        prompt = record.get("prompt")
-        if not isinstance(prompt, str) or not prompt:
-            raise InvalidRequestError(f"{path}, line {number}: there is no text in a field `prompt`.", _FORM)
-        prompts.append(prompt)
-    return prompts
 
 
 def encode_prompts(

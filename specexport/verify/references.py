@@ -22,8 +22,8 @@ from specexport.verify.checkpoint import (
     recorded_revision,
     recorded_rounding,
 )
+from specexport.verify.logits import make_sequences
 from specexport.verify.perplexity import Likeliest, score_engine
-from specexport.verify.tensors import make_sequences
 from specexport_runtime.bundle.arrays import load_cut_head
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
@@ -40,7 +40,7 @@ EAGER = "eager transformers"
 
 
 @dataclass(frozen=True)
-class Reference:
+class EagerLogits:
     """What an engine's logits are compared with."""
 
     sequences: list[list[int]]  # token ids
@@ -60,7 +60,7 @@ class FloatScore:
 class References:
     """What was found to compare with, by role."""
 
-    logits: dict[str, Reference] = field(default_factory=dict)  # for engines that are no approximation
+    logits: dict[str, EagerLogits] = field(default_factory=dict)  # for engines that are no approximation
     # for approximations, and for all where a text was given
     losses: dict[str, FloatScore] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)  # why a role lacks what it needs
@@ -115,7 +115,7 @@ def collect_references(
                 logits = eager_references(model, sequences)
                 if cut_head is not None:
                     logits = [rows[:, cut_head.ids] for rows in logits]
-                found.logits[role] = Reference(sequences, logits)
+                found.logits[role] = EagerLogits(sequences, logits)
     return found
 
 

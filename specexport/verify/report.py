@@ -6,12 +6,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from specexport.compare import OutputResult
 from specexport.compile.bundle import put_json
 from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult
-from specexport.verify.neighbours import NeighbourResult
 from specexport.verify.perplexity import PerplexityResult
-from specexport.verify.tensors import TensorResult
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import BundleError, UserInputError
 
@@ -20,7 +19,7 @@ REPORT_VERSION = 2
 
 PartStatus = Literal["passed", "failed", "skipped"]
 Status = Literal["passed", "failed", "incomplete"]
-Result = TensorResult | PerplexityResult | NeighbourResult | GreedyResult | SamplingResult
+Result = OutputResult | PerplexityResult | GreedyResult | SamplingResult
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,9 @@ class VerifyReport:
         data: dict[str, Any] = {"status": self.status, "date": self.date}
         for part in self.parts:
             data[part.name] = part.status
-        for result in (result for part in self.parts for result in part.results):
-            data |= _worst_numbers(result)
+        for part in self.parts:
+            for result in part.results:
+                data |= _worst_numbers(part.name, result)
         data |= {f"{name}_version": version for name, version in self.tools.items()}
         plain: dict[str, Any] = _plain(data)
         return plain
@@ -84,8 +84,10 @@ class VerifyReport:
         return plain
 
 
-def _worst_numbers(result: Result) -> dict[str, Any]:
-    if isinstance(result, TensorResult):
+def _worst_numbers(part: str, result: Result) -> dict[str, Any]:
+    if isinstance(result, OutputResult) and part == "neighbours":
+        return {f"{result.role}_neighbours_max_relative": result.max_relative}
+    if isinstance(result, OutputResult):
         return {f"{result.role}_max_abs": result.max_abs, f"{result.role}_max_relative": result.max_relative}
     if isinstance(result, PerplexityResult):
         return {
@@ -93,8 +95,6 @@ def _worst_numbers(result: Result) -> dict[str, Any]:
             f"{result.role}_reference_perplexity": result.reference_perplexity,
             f"{result.role}_perplexity_change": result.change,
         }
-    if isinstance(result, NeighbourResult):
-        return {f"{result.role}_neighbours_max_relative": result.max_relative}
     if isinstance(result, GreedyResult):
         compared = sum(run.tokens_compared for run in result.runs)
         return {"greedy_tokens": compared, "greedy_near_ties": result.near_ties, "greedy_failures": result.failures}

@@ -11,13 +11,13 @@ from specexport.bench.prompts import read_prompts as read_builtin
 from specexport.compile.fingerprint import tool_versions
 from specexport.progress import Progress, StageClock
 from specexport.verify.checkpoint import find_adapter
+from specexport.verify.logits import LONGEST_SEQUENCE
 from specexport.verify.options import VerifyOptions
 from specexport.verify.parts import run_greedy, run_neighbours, run_perplexity, run_sampling, run_tensors
 from specexport.verify.perplexity import make_windows
 from specexport.verify.prompts import DEFAULT_PROMPTS, encode_prompts
-from specexport.verify.references import EAGER, References, collect_references, roles_of, wants_loss
+from specexport.verify.references import EAGER, collect_references, roles_of, wants_loss
 from specexport.verify.report import VerifyReport
-from specexport.verify.tensors import LONGEST_SEQUENCE
 from specexport.verify.tolerance import step_tolerance
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
@@ -52,17 +52,19 @@ def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | 
         found = (
             run_tensors(engine, manifest, references, clock),
             run_perplexity(bundle, engine, manifest, references, read, windows, clock),
-            run_neighbours(engine, manifest, prompts, clock),
+            run_neighbours(engine, manifest, prompts, tolerance, clock),
             run_greedy(engine, prompts, clock, max_tokens=options.max_tokens, tolerance=tolerance),
             run_sampling(engine, manifest, prompts, clock, num_samples=options.num_samples, seed=options.seed),
         )
     finally:
         engine.close()
+    used_torch = references.logits or any(loss.source == EAGER for loss in references.losses.values())
+    tools = {"specexport", "onnxruntime", "numpy", *(("torch", "transformers") if used_torch else ())}
     return VerifyReport(
         bundle=manifest.name,
         build_key=manifest.build_key,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        tools=_tools(with_torch=_used_torch(references)),
+        tools={name: version for name, version in tool_versions().items() if name in tools},
         options={
             "num_prompts": len(prompts),
             "built_in_prompts": options.prompts is None,
@@ -112,13 +114,3 @@ def _load_engine(
         lora=lora,
         enable_prefix_caching=False,  # every run must read its prompts itself
     )
-
-
-def _used_torch(references: References) -> bool:
-    eager = any(loss.source == EAGER for loss in references.losses.values())
-    return bool(references.logits) or eager
-
-
-def _tools(*, with_torch: bool) -> dict[str, str]:
-    wanted = {"specexport", "onnxruntime", "numpy", *(("torch", "transformers") if with_torch else ())}
-    return {name: version for name, version in tool_versions().items() if name in wanted}

@@ -13,6 +13,7 @@ An outcome is the first few tokens together, so that acceptance at one position 
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -218,38 +219,29 @@ def draw_outcome(
     lookahead: int,  # most draft tokens a round
 ) -> Path:
     """The first ``depth`` tokens of a speculative decoding; a ``draft`` of None drafts the likeliest token, one-hot."""
-    tokens: Path = ()
-    while len(tokens) < depth:
-        tokens = _draw_round(tokens, target, draft, draws, accept, lookahead, depth)
-    return tokens[:depth]
+    known: Path = ()
+    while len(known) < depth:
+        path, distributions = known, []
+        for place in range(min(lookahead, depth - len(known))):
+            if draft is None:
+                likeliest = target(path)
+                index = int(likeliest.probs.argmax())
+                token = index if likeliest.token_ids is None else int(likeliest.token_ids[index])
+            else:
+                distributions.append(draft(path))
+                token = sample_token(distributions[-1], draws(place).draft)
+            path = (*path, token)
+        verdict = accept(
+            path[len(known) :],
+            None if draft is None else distributions,
+            partial(_distribution_at, target, path, len(known), depth),
+            draws,
+        )
+        draws.end_round()
+        known = (*path[: len(known) + verdict.accepted], verdict.next_token)
+    return known[:depth]
 
 
-def _draw_round(
-    known: Path,
-    target: Conditional,
-    draft: Conditional | None,
-    draws: RoundDraws,
-    accept: AcceptFunction,
-    lookahead: int,
-    depth: int,
-) -> Path:
-    path, distributions = known, []
-    count = min(lookahead, depth - len(known))
-    for place in range(count):
-        if draft is None:
-            likeliest = target(path)
-            index = int(likeliest.probs.argmax())
-            token = index if likeliest.token_ids is None else int(likeliest.token_ids[index])
-        else:
-            distributions.append(draft(path))
-            token = sample_token(distributions[-1], draws(place).draft)
-        path = (*path, token)
-    verdict = accept(
-        path[len(known) :],
-        None if draft is None else distributions,
-        # A token beyond the outcome needs no distribution.
-        lambda j: target(path[: len(known) + j]) if len(known) + j < depth else _UNSEEN,
-        draws,
-    )
-    draws.end_round()
-    return (*path[: len(known) + verdict.accepted], verdict.next_token)
+def _distribution_at(target: Conditional, path: Path, start: int, depth: int, place: int) -> HostDistribution:
+    """The target's before a place of a draft; a token beyond the outcome needs none."""
+    return target(path[: start + place]) if start + place < depth else _UNSEEN

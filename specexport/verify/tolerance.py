@@ -8,11 +8,8 @@ by one moves them by 5e-2 and more, one wrong cache entry of 600 by 1e-3.
 
 from typing import NamedTuple
 
-import numpy as np
-
 from specexport.rounding import logit_tolerance
 from specexport_runtime.bundle.quant_kinds import limits_of
-from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.executors.open import backend_of
 
 
@@ -25,12 +22,6 @@ class TextLimits(NamedTuple):
 
 _EXACT = TextLimits(1e-3, 1e-3)
 """Of an engine that is the float model."""
-
-
-def logit_scale(logits: Float32Array) -> float:
-    """What tolerances are multiplied by: the largest finite magnitude of ``logits``, at least 1."""
-    finite = np.abs(logits[np.isfinite(logits)])
-    return max(1.0, float(finite.max())) if finite.size else 1.0
 
 
 def step_tolerance(backend: str, dtype: str, num_layers: int) -> float:

@@ -115,11 +115,9 @@ def test_a_longer_draft_must_be_worth_it(rates, chosen):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--lookahead", "1,9"], "built for 1 to 8"),
         (["--contexts", "0"], "a context is 0"),
         (["--contexts", "17"], "the bundle takes 64. Fix: choose a context of at most 16"),
         (["--plot", "p.txt"], "unknown image format"),
-        (["--context", "8"], "--contexts"),
     ],
 )
 def test_mistakes_end_with_one_line_and_code_2(tmp_path, log, prompts, monkeypatch, arguments, said):

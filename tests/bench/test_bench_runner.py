@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specexport.bench.methods import EngineKey, Method, ablation, lookaheads, make_cells, resolve_methods
+from specexport.bench.methods import Method, ablation, lookaheads, make_cells, resolve_methods
 from specexport.bench.options import parse_lengths
 from specexport.bench.prompts import BenchPrompt, by_domain, mix_domains, read_prompts
 from specexport.bench.runner import WARMUP_TOKENS, Meter, draw_lengths, run_bench
@@ -111,16 +111,6 @@ def test_records_say_what_happened():
     assert queued[2] > max(queued[:2])  # the third prompt of two rows waits
 
 
-def test_one_engine_is_alive_and_repeats_go_back_and_forth():
-    log = []
-    run_bench(make_subject(log), PROMPTS, make_options(methods("lookup", "vanilla"), batch_sizes=(2,), repeats=3))
-    both, none = EngineKey(True, True, 2), EngineKey(False, False, 2)
-    assert [event[:2] for event in log if event[0] != "generate"] == [
-        ("load", both), ("close", both), ("load", none), ("close", none), ("load", both), ("close", both),
-        ("load", none), ("close", none),
-    ]  # fmt: skip
-
-
 def test_warm_up_is_short_uses_every_drafter_and_leaves_no_record():
     log = []
     options = make_options(methods("lookup"), batch_sizes=(2,), max_tokens=(30, 30), warmup=2)
@@ -225,11 +215,9 @@ def test_builtin_prompts_have_three_domains_of_eight_and_some_are_chosen():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"{", "line 2: this is not JSON"), (b"[]", "line 2: this is no JSON object"),
         (b'{"text": "a"}', "line 2: there is no field `prompt`"), (b'{"prompt": ""}', "line 2: `prompt` is ''"),
         (b'{"prompt": "a", "domain": []}', "line 2: `domain` is"),
-        (b'{"prompt": "a", "id": "x"}', "two prompts have the id 'x'"), (b'{"prompt": "\xff"}', "not UTF-8"),
-        (None, "has no prompts"),
+        (b'{"prompt": "a", "id": "x"}', "two prompts have the id 'x'"), (None, "has no prompts"),
     ],
 )  # fmt: skip
 def test_bad_lines_and_files_are_named(tmp_path, content, said):

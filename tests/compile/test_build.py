@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from specexport.checkpoint.load import load_checkpoint, round_weights
+from specexport.compare import logit_scale
 from specexport.compile import check
 from specexport.compile.built import EngineCheck
 from specexport.compile.cache import EngineCache
@@ -21,7 +22,6 @@ from specexport.progress import ProgressEvent
 from specexport.recipe import resolve_recipe
 from specexport.rounding import LogitTolerance
 from specexport.verify.checkpoint import EagerModel, eager_references, recorded_rounding
-from specexport.verify.tolerance import logit_scale
 from specexport_runtime.bundle.entry import Gates
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest

@@ -15,11 +15,11 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
+from specexport.compile.closeness import mean_divergence
 from specexport.compile.pipeline import build_bundle
 from specexport.debug.capture import capture_step
 from specexport.debug.command import summary_lines
-from specexport.debug.compare import mean_divergence
-from specexport.debug.engines import compare_engines
+from specexport.debug.compare import compare_engines
 from specexport.debug.graph import load_graph
 from specexport.debug.points import pair_points
 from specexport.debug.run import DebugOptions, debug_bundle
@@ -266,7 +266,7 @@ def test_divergence_is_that_of_the_distributions() -> None:
     p, q = np.array([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]]), np.array([[0.25, 0.25, 0.5], [0.2, 0.2, 0.6]])
     expected = (0.5 * np.log(2) + 0.25 * np.log(0.5)) / 2
     logits = [(np.log(x) + 7).astype(np.float32) for x in (p, q)]
-    assert mean_divergence(*logits) == pytest.approx(expected, rel=1e-5)
+    assert mean_divergence(*reversed(logits)) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -304,12 +304,12 @@ def test_a_missing_draft_is_refused(tiny_bundle: Path, tmp_path_factory: Any, re
     assert "has no draft model" in refuse_cli("debug", folder, "--graph", "padded", "--role", "draft", "-q")
 
 
-def test_without_the_extra_the_command_says_what_to_install(tiny_bundle, refuse_cli, monkeypatch):
+def test_without_the_extra_the_command_says_what_to_install(tiny_bundle, tmp_path, refuse_cli, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "polygraphy" else find_spec(name, *rest)
     )
-    line = refuse_cli("debug", tiny_bundle, PROMPT, "--graph", "padded", "-q")
+    line = refuse_cli("debug", tiny_bundle, PROMPT, "--graph", "padded", "--save", tmp_path / "saved", "-q")
     assert "`specexport debug` needs polygraphy" in line
     assert "pip install -e '.[debug,export,cpu]'" in line
 

@@ -16,7 +16,7 @@ from specexport.inspect import describe
 from specexport.recipe import BuildRecipe, make_recipe
 from specexport.verify.goodness_of_fit import judge
 from specexport.verify.logit_tree import LogitTree, Partition, conditional
-from specexport.verify.neighbours import check_neighbours
+from specexport.verify.logits import check_neighbours
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckFailedError, CheckpointError, InvalidRequestError, RecipeError

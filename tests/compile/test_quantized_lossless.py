@@ -9,8 +9,7 @@ import pytest
 from specexport.compile.pipeline import build_bundle
 from specexport.verify.goodness_of_fit import judge
 from specexport.verify.logit_tree import LogitTree, Partition, conditional
-from specexport.verify.neighbours import check_neighbours
-from specexport.verify.tensors import make_sequences
+from specexport.verify.logits import check_neighbours, make_sequences
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.sampling.sampler import Sampler

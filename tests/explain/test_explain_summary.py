@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from specexport.bench.acceptance import Position, count_positions, judge
 from specexport.explain.report import (
     NARROW,
     Pieces,
     end_line,
     make_table,
-    promise_lines,
     short_lines,
     show_draft,
     summary_lines,
     verdict_line,
 )
-from specexport.explain.summary import Position, Way, compare_ways, count_positions, judge, summarize
+from specexport.explain.summary import Way, compare_ways, summarize
 from specexport_runtime.costs.curves import CostCurves, LayerShares, StepCost
 from specexport_runtime.requests.layer_choice import LayerChoice
 from specexport_runtime.requests.records import Asked, Promise, RoundTrace
@@ -225,19 +225,11 @@ def test_drafts_of_the_prompts_round_are_not_denied():
     )
 
 
-def test_it_says_why_a_text_is_short_and_which_promises_were_not_kept():
+def test_it_says_why_a_text_is_short():
     assert end_line("length", 24, 24) == []
     assert end_line("stop", 21, 24) == ["The text ended after 21 of at most 24 tokens, at its end token, or a stop."]
     assert "no more room" in end_line("length", 21, 24)[0]
-    model, *_, plain = promise_lines(summarize(WEIGHED, curves=None, longest=4, context=10))
-    assert model.startswith("draft-model promised 250.0 tokens/s and gave 666.7:")
-    assert plain.startswith("Plain decoding promised 100.0 tokens/s and gave 333.3:")
-    busy = summarize([r._replace(milliseconds=60.0) for r in WEIGHED], curves=None, longest=4, context=10)
-    assert promise_lines(busy) == [
-        "Every way gave 0.13 to 0.17 of what it promised: the machine is busy. Choices hold."
-    ]
     kept = [make_round([1, 2], 2, drafter="draft-model", promised=(PLAIN, MODEL._replace(tokens_per_second=900.0)))]
-    assert promise_lines(summarize(kept, curves=None, longest=4, context=10)) == []
     assert len(short_lines(summarize(kept, curves=None, longest=4, context=10))) == 3
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from specexport.debug.graph import load_graph
-from specexport.debug.runs import _open
 from specexport.verify.report import ReportPart, VerifyReport, record_report
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.files import check_files, hash_files
@@ -121,7 +120,7 @@ def test_weights_behind_a_link_are_named_and_not_read(bundle: Path, tmp_path: Pa
 
 def test_debug_opens_graphs_over_links(bundle: Path, tmp_path: Path) -> None:
     graph = load_graph(hub(bundle, tmp_path) / "draft" / "model.onnx")
-    session = _open(graph.to_proto(), graph.folder, 1)
+    session = graph.open(["logits"], 1)
     assert {value.name for value in session.get_inputs()} == set(graph.inputs())
 
 

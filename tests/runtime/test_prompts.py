@@ -5,7 +5,6 @@ import json
 import pytest
 
 from specexport.bench.prompts import read_prompts as read_bench_prompts
-from specexport.verify.prompts import read_prompts as read_verify_prompts
 from specexport_runtime.cli.prompts import PromptItem, read_prompts
 from specexport_runtime.errors import InvalidRequestError
 
@@ -15,9 +14,8 @@ def read(path):
 
 
 READERS = {
-    "generate": lambda path: [item.text for item in read(path)],
+    "generate and verify": lambda path: [item.text for item in read(path)],
     "bench": lambda path: [item.text for item in read_bench_prompts([path])],
-    "verify": read_verify_prompts,
 }
 DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
 

@@ -91,12 +91,11 @@ def test_a_near_tie_is_explained_where_bits_may_differ():
 )
 def test_what_explains_a_difference(above, options, shortfall, explained):
     logits = make_executor().logits_after([1]).copy()
-    where = {"drafter": "draft model", "lookahead": 1, "prompt": 0, "position": 0}
     logits[2] = logits[3] = logits.max() + above
-    item = explain(logits, (2, 3), **where, **options)
-    assert (item.gap, item.shortfall, item.explained) == (0, pytest.approx(shortfall), explained)
+    found = explain(logits, (2, 3), **options)
+    assert (found["gap"], found["shortfall"], found["explained"]) == (0, pytest.approx(shortfall), explained)
     logits[5] = float("nan")
-    assert not explain(logits, (2, 3), **where, **options).explained
+    assert not explain(logits, (2, 3), **options)["explained"]
 
 
 def test_a_real_difference_fails_and_says_where():

@@ -8,8 +8,7 @@ import pytest
 
 from specexport.rounding import UNIT_ROUNDOFF, logit_tolerance
 from specexport.verify.checkpoint import EagerModel, eager_references, widen_weights
-from specexport.verify.neighbours import check_neighbours
-from specexport.verify.tensors import check_tensors, make_sequences
+from specexport.verify.logits import check_neighbours, check_tensors, make_sequences
 from specexport.verify.tolerance import step_tolerance, text_limits
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.fake import FakeExecutor

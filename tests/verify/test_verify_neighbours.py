@@ -9,8 +9,7 @@ import pytest
 from onnx import numpy_helper
 
 from specexport.passes.block_format import unpack
-from specexport.verify.neighbours import check_neighbours
-from specexport.verify.tensors import make_sequences
+from specexport.verify.logits import check_neighbours, make_sequences
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor

@@ -61,17 +61,6 @@ def test_windows_are_led_by_bos_and_end_with_the_text():
             perplexity.make_windows([text], make_tokenizer(), vocab_size=vocab_size, max_model_len=20)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [(None, "cannot be read"), (b"\xe9", "not UTF-8"), (b" \n\n", "holds no text")]
-)
-def test_files_that_cannot_be_read_are_refused(tmp_path, content, message):
-    path = tmp_path / "text.txt"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(InvalidRequestError, match=message):
-        perplexity.read_text(path)
-
-
 def judge(loss, kind="int8", divergence=0.0):
     limits, score = text_limits(kind, "float32", 2), perplexity.TextScore(loss, None, divergence, 1.0)
     return perplexity.compare_perplexity(

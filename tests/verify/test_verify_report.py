@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from specexport.atomic import write_json
+from specexport.compare import OutputCase, OutputResult
 from specexport.compile.bundle import find_up_to_date
 from specexport.inspect import describe as inspect_lines
 from specexport.progress import StageClock
@@ -16,18 +17,17 @@ from specexport.verify.greedy import check_greedy
 from specexport.verify.parts import run_greedy, run_sampling
 from specexport.verify.report import REPORT_NAME, ReportPart, VerifyReport, record_report
 from specexport.verify.sampling import SETTINGS, check_sampling
-from specexport.verify.tensors import TensorCase, TensorResult
 from specexport_runtime.bundle.files import check_files, hash_files
 from specexport_runtime.bundle.manifest import Manifest, VocabularyInfo, load_manifest
 from specexport_runtime.errors import BundleError, UserInputError
 from tests.support.fakes.submitted import raising
 from tests.support.fakes.verify_fakes import PROMPTS, WidthDependent, make_engine, make_executor
 
-GOOD = TensorResult("target", True, (TensorCase("prefill", 9, 1e-6, 1e-7, 1e-8, 1.0, True),), 1e-4, 1e-4, "all of it")
-FEW = {"num_samples": 100, "num_runs": 100, "num_contexts": 1}
-BAD = TensorResult(
-    "draft", False, (TensorCase("ragged", 9, math.nan, math.nan, math.nan, 0.5, False),), 1e-4, 1e-4, "all of it"
+GOOD = OutputResult(
+    "target", (OutputCase("prefill", 9, 1e-6, 1e-7, 1e-8, 1e-8, 1.0, 3, True),), 1e-4, 1e-4, "all of it", True
 )
+FEW = {"num_samples": 100, "num_runs": 100, "num_contexts": 1}
+BAD = OutputResult("draft", (OutputCase("ragged", 9, *[math.nan] * 4, 0.5, 0, False),), 1e-4, 1e-4, "all of it", False)
 
 
 def make_report(*parts, date="2026-01-02T03:04:05+00:00"):

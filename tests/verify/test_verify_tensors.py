@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from specexport.verify.tensors import check_tensors, make_sequences
+from specexport.verify.logits import check_tensors, make_sequences
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.fake import FakeExecutor
 from tests.support.fakes.verify_fakes import LOOKAHEAD, MAX_MODEL_LEN, PROMPTS, VOCAB, make_executor

@@ -72,7 +72,7 @@ def check_loop(context: Context, target: TrtExecutor, draft: TrtExecutor, *, num
 
     from specexport.rounding import logit_tolerance
     from specexport.verify.greedy import check_greedy
-    from specexport.verify.neighbours import check_neighbours
+    from specexport.verify.logits import check_neighbours
     from specexport_runtime.engine import SpecEngine
     from specexport_runtime.engine_parts import EngineParts
     from tools.gpu_check_lib.steps import random_tokens

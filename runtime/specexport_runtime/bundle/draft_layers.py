@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from specexport_runtime.abi import MLP, Size
-from specexport_runtime.bundle.entry import MAX_LOOKAHEAD, LayerNumber, ModelEntry, Ratio
+from specexport_runtime.abi import Size
+from specexport_runtime.bundle.entry import MAX_LOOKAHEAD, LayerNumber, Ratio
 from specexport_runtime.bundle.manifest import Manifest
 from specexport_runtime.errors import BundleError
 from specexport_runtime.schema import from_json, whole
@@ -47,21 +47,14 @@ def load_draft_layers(folder: Path, manifest: Manifest) -> DraftLayers | None:
         found = from_json(DraftLayers, json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:  # a misfit is a ValueError
         raise BundleError(f"{path} cannot be read ({error}).", fix) from error
-    if (problem := _problem(found, manifest.models.get("target"))) is not None:
-        raise BundleError(f"{path}: {problem}.", fix)
-    return found
-
-
-def _problem(found: DraftLayers, entry: ModelEntry | None) -> str | None:
-    """Why no drafts of a target can leave these layers out."""
-    kinds = () if entry is None else entry.engine.gates.kinds
-    if len(kinds) != 2 * found.num_layers:
-        return f"it is of a target of {found.num_layers} layers, and {len(kinds) // 2} of this one can be left out"
-    off = {*(2 * layer for layer in found.mixers), *(2 * layer + 1 for layer in found.mlps)}
+    target = manifest.models.get("target")
+    kinds = () if target is None else target.engine.gates.kinds
     there = {gate for gate, kind in enumerate(kinds) if kind}
-    if missing := sorted(off - there):
-        part = MLP if missing[0] % 2 else "mixer"
-        return f"it leaves out the {part} of layer {missing[0] // 2}, and there is none"
-    if not off or off == there:
-        return "it leaves out everything" if off else "it leaves out nothing"
-    return None
+    off = {*(2 * layer for layer in found.mixers), *(2 * layer + 1 for layer in found.mlps)}
+    if len(kinds) != 2 * found.num_layers or not off or not off < there:
+        raise BundleError(
+            f"{path}: it leaves out {len(off)} parts of a target of {found.num_layers} layers, and this one has "
+            f"{len(there)} parts in {len(kinds) // 2} layers that can be left out.",
+            fix,
+        )
+    return found

@@ -22,7 +22,6 @@ class TinyPair:
 def own_logits(folder: Path, entry: ModelEntry, sequences: list[np.ndarray]) -> list[np.ndarray]:
     """What an engine gives in wide steps, in the place of eager logits: the check then finds what a test adds."""
     logits = [np.full((len(sequence), entry.vocab_size), np.nan, np.float32) for sequence in sequences]
-    run = check._run(folder, entry, sequences)[0]
-    for (row, position), values in zip(run.places, run.logits, strict=True):
+    for (row, position), values in check.run_engine(folder, entry, sequences)[0][2]:
         logits[row][position] = values
     return logits
