@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tools.gpu_check_lib.models import ensure_pair
+from tools.proof.checkpoints import ensure_pair
 from tools.proof.graph import FOLDER, Array, Graph, Node, Tensor, to_json
 from tools.proof.models import PLANS, kv_capacity
 
