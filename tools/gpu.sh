@@ -29,7 +29,7 @@ part() { # NAME SECONDS COMMAND…: a process that ends in time, and is not run 
     [ ! -e "$out/done/$name" ] && [[ -z "${ONLY:-}" || ",$ONLY," = *",$name,"* ]] || return 0
     if [ "$left" -lt 10 ]; then failed=1 && echo "$name: no time is left" && return; fi
     timeout --kill-after=5 "$((seconds < left ? seconds : left))" "$@" >>"$out/log.txt" 2>&1 || status=$?
-    [ "$status" = 124 ] && [ "$seconds" -gt "$left" ] || touch "$out/done/$name"
+    [[ "$status" = 124 || "$status" = 137 ]] && [ "$seconds" -gt "$left" ] || touch "$out/done/$name"
     [ "$status" = 0 ] || failed=1
     echo "$name: exit status $status after $((SECONDS - began)) s" | tee -a "$out/parts.txt"
 }
@@ -37,10 +37,10 @@ part() { # NAME SECONDS COMMAND…: a process that ends in time, and is not run 
 settings=(-c /dev/null --rootdir=tests/gpu --confcutdir=tests/gpu --import-mode=importlib -p no:cacheprovider)
 tests() { part "$1-$SPECEXPORT_GPU_KINDS" "$2" "$python" -m pytest "${settings[@]}" -qrs --show-capture=no "tests/gpu/test_$1.py"; }
 specexport=("$python" -c 'from specexport.cli import main; main()')
-large() { [ -z "${SPECEXPORT_GPU_TINY:-}" ] && echo "large-$1" || echo tiny; }
+size() { [ -z "${SPECEXPORT_GPU_TINY:-}" ] && echo "$1" || echo tiny; }
 bench() { # RATE SECONDS K…: tokens a second of a model of 1.1 B; its draft is right so often
-    local bundle="$work/bundles/$(large "$1")-$backend"
-    part "bundle-$1" 150 "$python" -m tools.proof.bundles "$work" "$(large "$1")" "$backend"
+    local bundle="$work/bundles/$(size "large-$1")-$backend"
+    part "bundle-$1" 150 "$python" -m tools.proof.bundles "$work" "$(size "large-$1")" "$backend"
     part "bench-$1" "$2" "${specexport[@]}" bench "$bundle" --prompts "$bundle.jsonl" --contexts 128 --methods draft-model \
         --batch-size 1,2,4,8 --num-speculative-tokens "$3" --max-tokens 96 --ignore-eos --repeats 1 \
         --json "$out/bench-$1.json" --markdown "$out/bench-$1.md"
@@ -59,9 +59,9 @@ else
     tests outputs 180
     tests graphs 90
     tests draws 90
-    part verify 90 "${specexport[@]}" verify "$work/bundles/small-$backend" --prompts "$work/bundles/small-$backend.jsonl" \
-        --checkpoint "$work/checkpoints/small/target" --draft-checkpoint "$work/checkpoints/small/draft" \
-        --max-tokens 48 --num-samples 1000 --no-record --report "$out/verify.json"
+    bundle="$work/bundles/$(size small)-$backend"
+    part verify 90 "${specexport[@]}" verify "$bundle" --prompts "$bundle.jsonl" --require-checkpoint --max-tokens 48 \
+        --num-samples 1000 --no-record --report "$out/verify.json"
     tests steps 200
     bench 0.8 150 1,2,3,4,5,6,7,8
     bench 0.6 90 1,2,3,4,6,8

@@ -87,6 +87,7 @@ class Engines:
 
     def __init__(self, kind: str, work: Path, *, tiny: bool) -> None:
         self.kind, self.work, self.tiny = kind, work, tiny
+        self.most_rows = 4 if tiny or kind == "proof" else 8
         self._opened = ExitStack()
 
     def __enter__(self) -> "Engines":

@@ -222,7 +222,7 @@ def median_us(call: Callable[[], object], repeats: int) -> float:
 def test_sampled_texts_are_those_drawn_on_the_host(engines: "Engines", rows: "Rows") -> None:
     if engines.kind == "ort-cpu":
         pytest.skip("it draws on the host")
-    most = 4 if engines.kind == "proof" else 8
+    most = engines.most_rows
     target, draft = (engines.open(role, num_rows=most) for role in ("target", "draft"))
     for name in list(DISTRIBUTIONS)[: 1 if rows.tiny else None]:
         for batch in (2,) if rows.tiny else (1, most):

@@ -35,7 +35,7 @@ def test_graphs_and_single_kernels_give_the_same(engines: "Engines", rows: "Rows
         pytest.skip(LONG)
     found: dict[bool, Measured] = {}
     for graphs in (False, True):
-        executor = engines.open(graphs=graphs)
+        executor = engines.open(graphs=graphs, num_rows=engines.most_rows)
         found[graphs] = measured = measure(executor, rows.tiny)
         for (past, count, new), ms in measured.steps.items():
             eager = found[False].steps[past, count, new]

@@ -75,7 +75,8 @@ def run_script(tmp_path: Path, call: str, only: str, **environment: str) -> "sub
 
 def test_a_part_that_failed_or_ended_is_not_run_again_and_one_without_time_is(tmp_path: Path) -> None:
     first = run_script(tmp_path, "2", "verify", PYTHON="false")
-    assert (first.returncode, first.stdout) == (1, "verify: exit status 1 after 0 s\n")
+    assert first.returncode == 1
+    assert first.stdout.startswith("verify: exit status 1 after ")
     assert run_script(tmp_path, "2", "verify", PYTHON="false").stdout == ""
     late = run_script(tmp_path, "1", "loop-proof", MINUTES="0")
     assert (late.returncode, late.stdout) == (1, "loop-proof: no time is left\n")
