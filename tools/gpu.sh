@@ -17,7 +17,8 @@ libraries=$("$python" -c '
 import importlib.util, pathlib
 spec = importlib.util.find_spec("nvidia")
 print(*(lib for root in (spec.submodule_search_locations if spec else ()) for lib in pathlib.Path(root).glob("*/lib")), sep=":")')
-export LD_LIBRARY_PATH="$libraries:${LD_LIBRARY_PATH:-}" PYTHONPATH="$work/site:$PWD:$PWD/runtime" PYTHONUNBUFFERED=1
+export LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$work/site:$PWD:$PWD/runtime${PYTHONPATH:+:$PYTHONPATH}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false SPECEXPORT_CACHE_DIR="$work/cache" TRITON_CACHE_DIR="$work/triton"
 export SPECEXPORT_GPU_OUT="$out" SPECEXPORT_GPU_WORK="$work"
 [ "$call" = 1 ] && export SPECEXPORT_GPU_KINDS=proof || export SPECEXPORT_GPU_KINDS="$backend"
