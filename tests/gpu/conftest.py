@@ -8,7 +8,7 @@ on a CPU, and shows nothing but that the code runs.
 import ctypes
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -51,16 +51,21 @@ def pytest_runtest_setup() -> None:
 
 
 class Rows:
-    """Rows of results, each written to the files of a folder as soon as it is known; None writes nothing."""
+    """Rows of results, each written to the files of a folder as soon as it is known; None writes nothing.
 
-    def __init__(self, folder: Path | None, *, tiny: bool) -> None:
-        self.folder, self.tiny = folder, tiny
+    ``tell`` takes what the summary of all tests shows.
+    """
+
+    def __init__(self, folder: Path | None, *, tiny: bool, tell: Callable[[str, object], None] | None = None) -> None:
+        self.folder, self.tiny, self._tell = folder, tiny, tell
         self.wrong: list[str] = []  # what has a right answer, and got another
         self.found: dict[str, tuple[str, str, dict[str, Any]]] = {}  # what was found, verdict and numbers of each row
 
     def row(self, what: str, found: str, target: str = "", verdict: str = "info", **data: Any) -> None:
         """A figure without a target; ``data`` are the numbers behind it."""
         self.found[what] = found, verdict, data
+        if self._tell is not None:
+            self._tell(f"measured: {what}", f"{found} ({verdict})")
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -146,10 +151,10 @@ def require(kind: str) -> None:
 
 
 @pytest.fixture
-def rows() -> Rows:
+def rows(record_property: Callable[[str, object], None]) -> Rows:
     """Takes what is found."""
     folder = os.environ.get("SPECEXPORT_GPU_OUT")
-    return Rows(Path(folder) if folder else None, tiny=TINY)
+    return Rows(Path(folder) if folder else None, tiny=TINY, tell=record_property)
 
 
 @pytest.fixture(scope="session")
