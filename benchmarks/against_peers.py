@@ -21,9 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import median, report
+from common import median, read_domains, report
 from peers import OPEN
-from turns import read_domains
 
 from specexport_runtime import SpecEngine
 

@@ -35,6 +35,24 @@ def read_prompts(path: Path, count: int) -> list[str]:
     return [json.loads(line)["prompt"] for line in lines[:count]]
 
 
+def read_domains(prompts: str, count: int, skip: int = 0) -> dict[str, list[str]]:
+    """Texts of each domain; repeated where there are too few.
+
+    Args:
+        prompts: ``NAME=FILE,…``.
+        count: texts of each.
+        skip: texts of each file that are left out.
+    """
+    from specexport.bench.prompts import read_prompts as read
+
+    domains = {}
+    for item in prompts.split(","):
+        name, _, path = item.partition("=")
+        texts = [prompt.text for prompt in read([Path(path)])][skip:][:count]
+        domains[name] = [texts[i % len(texts)] for i in range(count)]
+    return domains
+
+
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, load and tool versions: what a figure depends on."""
     model = platform.processor()

@@ -3,23 +3,25 @@
 python benchmarks/defaults.py BUNDLE --prompts code=code.jsonl,math=math.jsonl,chat=chat.jsonl --batch-sizes 1,8
 
 For each domain and batch size all ways run in turns that begin at another place in each repeat. A way is `default` (no
-option at all), `plain`, or NAME:K for a drafter and its K. Ratios are medians of the ratios within the repeats. A run
-has a `cache_salt` of its own, so that no run copies from what an earlier one generated. With --chat the prompts go
-through the bundle's chat template. With --disturb another process takes a core for random parts of a second.
+option at all), `plain`, or NAME:K for a drafter and its K, which may be `auto`. Ratios are medians of the ratios within
+the repeats. A run has a `cache_salt` of its own, so that no run copies from what an earlier one generated. With --chat
+the prompts go through the bundle's chat template. With --disturb another process takes a core for random parts of a
+second.
 """
 
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import DEMO_PROMPTS, report
-from turns import measure_in_turns, ratio, read_domains
+from common import DEMO_PROMPTS, read_domains, report
 
+from specexport.bench.methods import Cell
+from specexport.bench.runner import Meter
 from specexport_runtime import SamplingParams, SpecEngine
 
 BUSY = """
@@ -31,6 +33,7 @@ while True:
         pass
     time.sleep(chance.uniform(0.0, 1.0))
 """
+WARMUP_TOKENS = 16
 WAYS = "plain,default,lookup:7,draft-model:2,draft-model:4,draft-model:6,chained:4"
 
 
@@ -59,7 +62,9 @@ def options_of(way: str) -> dict[str, Any]:
         return {}
     if name == "plain":
         return {"drafter": "none"}
-    return {"drafter": name} | ({"num_speculative_tokens": int(number)} if number else {})
+    return {"drafter": name} | (
+        {"num_speculative_tokens": int(number) if number.isdigit() else number} if number else {}
+    )
 
 
 class Requests:
@@ -95,6 +100,49 @@ def disturbed(asked: bool) -> Iterator[None]:
     finally:
         other.kill()
         other.wait()
+
+
+def measure_in_turns(
+    engine: SpecEngine, requests: Mapping[str, Callable[[int], dict[str, Any]]], *, size: int, tokens: int, repeats: int
+) -> dict[str, Any]:
+    """Run every way, in turns that begin at another place in each repeat.
+
+    Args:
+        engine: the engine.
+        requests: by the name of a way what makes the arguments of ``generate`` for so many new tokens; ``"plain"`` is
+            one of them.
+        size: rows of the engine.
+        tokens: new tokens of each prompt.
+        repeats: runs of each way.
+
+    Returns:
+        by way: ``tokens_per_second`` of the rounds, one for each repeat; ``counts``: tokens drafted and accepted and
+        the rounds of the last repeat. Beside them ``different``: texts that differ from plain decoding.
+    """
+    wanted = [result.token_ids for result in engine.generate(**requests["plain"](tokens))]
+    ways = list(requests)
+    for way in ways:  # bindings and memory
+        if way != "plain":
+            engine.generate(**requests[way](WARMUP_TOKENS))
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    counts: dict[str, list[int]] = {}
+    different = 0
+    for repeat in range(repeats):
+        turn = repeat * 2 % len(ways)
+        for way in [*ways[turn:], *ways[:turn]]:
+            meter = Meter(engine)
+            results = meter.generate(requests[way](tokens))
+            record = meter.record(Cell(way, way, True, True, size, 0, 0.0, "", "continuous"), repeat, results)
+            rates[way].append(record.decode_tokens_per_second or record.tokens_per_second)
+            different += sum(r.token_ids != tokens for r, tokens in zip(results, wanted, strict=True))
+            counts[way] = [sum(getattr(r.stats, key) for r in results) for key in ("drafted", "accepted", "rounds")]
+    return {"batch_size": size, "tokens_per_second": rates, "counts": counts, "different": different}
+
+
+def ratio(record: dict[str, Any], way: str, other: str) -> float:
+    """Median over the repeats of the ratio of two ways."""
+    rates = record["tokens_per_second"]
+    return median(a / b for a, b in zip(rates[way], rates[other], strict=True))
 
 
 def describe(record: dict[str, Any]) -> tuple[str, str]:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = (
     "README.md",
     *("CONTRIBUTING.md", "CHANGELOG.md", "docker/README.md", "examples/*/README.md", "tests/support/README.md"),
-    *("examples/heads/cards/*.md", "benchmarks/results/*.md", "tools/gpu_check_lib/README.md"),
+    *("examples/heads/cards/*.md", "benchmarks/results/*.md"),
 )
 """Pages of the site that do not lie in ``docs/``."""
 OPTIONS_HERE = "<!-- the engine options -->"

@@ -3,7 +3,7 @@
 On Linux the public index serves a torch that depends on several gigabytes of CUDA packages, which builds do not need,
 even for a GPU. This script first asks pip what the configured index would give. If that needs CUDA packages, torch is
 taken from PyTorch's own index of CPU builds; in every other case pip installs as usual. ONNX Runtime's packages for
-CPUs and for GPUs share their files: where the other one is installed, it is removed first. Standard library only: it
+CPUs and for GPUs share their files: where the other one is installed, it is removed first. Standard library and pip: it
 runs before anything is installed.
 
     .venv/bin/python tools/install.py export,cpu
@@ -15,16 +15,14 @@ runs before anything is installed.
 from __future__ import annotations  # so that an old Python reads this file, and says that it is one
 
 import argparse
-import ast
 import importlib.metadata
 import json
-import operator
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +35,6 @@ PIP_FOR_DRY_RUN = "pip>=24,<27"
 # Each extra's ONNX Runtime, and the package that must not lie beside it.
 ONNX_RUNTIMES = {"cpu": ("onnxruntime", "onnxruntime-gpu"), "cuda": ("onnxruntime-gpu", "onnxruntime")}
 _CUDA_NAME = re.compile(r"^(nvidia|cuda)[-_.]", re.IGNORECASE)
-_REQUIREMENT_NAME = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
 class Decision(NamedTuple):
@@ -72,67 +69,11 @@ def decide(report: Mapping[str, Any], *, torch_cuda: bool = False) -> Decision:
 
 def cuda_packages(requirements: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Names of the CUDA packages among ``requirements`` whose markers hold in ``environment``."""
-    names = []
-    for requirement in requirements:
-        specifier, _, marker = requirement.partition(";")
-        match = _REQUIREMENT_NAME.match(specifier)
-        if match and _CUDA_NAME.match(match[1]) and marker_holds(marker, environment):
-            names.append(match[1])
-    return names
+    from pip._vendor.packaging.requirements import Requirement  # pip is in every virtual environment, packaging is not
 
-
-def marker_holds(marker: str, environment: Mapping[str, str]) -> bool:
-    """Evaluate an environment marker (PEP 508); what cannot be evaluated counts as true.
-
-    Markers are a subset of Python's expression grammar, so the parsed tree is walked; nothing is executed.
-    """
-    if not marker.strip():
-        return True
-    try:
-        return _evaluate(ast.parse(marker.strip(), mode="eval").body, environment)
-    except (SyntaxError, ValueError):
-        return True
-
-
-def _evaluate(node: ast.expr, environment: Mapping[str, str]) -> bool:
-    if isinstance(node, ast.BoolOp):
-        results = [_evaluate(value, environment) for value in node.values]
-        return all(results) if isinstance(node.op, ast.And) else any(results)
-    if not isinstance(node, ast.Compare) or len(node.ops) != 1:
-        raise ValueError("not a marker")
-    left, right = _text(node.left, environment), _text(node.comparators[0], environment)
-    kind = type(node.ops[0])
-    if kind in _OF_TEXTS:
-        return _OF_TEXTS[kind](left, right)
-    if kind in _OF_VERSIONS:
-        return _OF_VERSIONS[kind](_release(left), _release(right))
-    raise ValueError("not a marker")
-
-
-_OF_TEXTS: Mapping[type, Callable[[str, str], bool]] = {
-    ast.In: lambda left, right: left in right,
-    ast.NotIn: lambda left, right: left not in right,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-}
-_OF_VERSIONS: Mapping[type, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
-
-
-def _text(node: ast.expr, environment: Mapping[str, str]) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.Name):
-        return str(environment.get(node.id, ""))  # `extra` is empty: none was asked for
-    raise ValueError("not a marker")
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
+    parsed = [Requirement(text) for text in requirements]
+    needed = [each for each in parsed if each.marker is None or each.marker.evaluate({**environment, "extra": ""})]
+    return [each.name for each in needed if _CUDA_NAME.match(each.name)]
 
 
 def installed_version(name: str) -> str | None:

@@ -15,6 +15,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docker" / "pins"
@@ -43,25 +44,16 @@ def resolve(wanted: Iterable[str], *where: str) -> dict[str, str]:
     """SHA-256 by ``name==version`` of all that is wanted and needed; ``where`` it shall run, as options of pip."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--dry-run",
-            "--ignore-installed",
-            "--no-cache-dir",
-        ]
-        command += ["--target", folder, "--report", str(report), *where, *wanted]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+        command += ["--no-cache-dir", "--target", folder, "--report", str(report), *where, *wanted]
         subprocess.run(command, check=True)  # our own requirements
         found = json.loads(report.read_text(encoding="utf-8"))["install"]
-    return {
-        f"{each['metadata']['name']}=={each['metadata']['version']}": each["download_info"]["archive_info"]["hashes"][
-            "sha256"
-        ]
-        for each in found
-    }
+    return {"{name}=={version}".format(**each["metadata"]): hash_of(each["download_info"]) for each in found}
+
+
+def hash_of(download: dict[str, Any]) -> str:
+    """SHA-256 of what pip would download."""
+    return str(download["archive_info"]["hashes"]["sha256"])
 
 
 def resolve_wheels(wanted: Iterable[str], processor: str) -> dict[str, str]:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 from tests.support.cases import chance
@@ -31,17 +30,6 @@ def test_property(number):
 def test_what_was_drawn():
     print("drawn", hash(tuple(drawn)), len(drawn), chance.seed(3), chance.many(7))
 """
-
-
-@pytest.mark.skipif(chance.FUZZ_SEED is not None, reason="looks at the profile of a plain run")
-def test_the_profile_is_the_default() -> None:
-    profile = hypothesis.settings()
-    assert profile.derandomize
-    assert profile.deadline is None
-    assert profile.database is None
-    assert profile.print_blob
-    assert chance.seed(3) == 3
-    assert chance.many(3) == 3
 
 
 def test_no_test_has_settings_of_its_own() -> None:
@@ -70,7 +58,9 @@ def drawn(folder: Path, **environment: str) -> list[str]:
 
 @pytest.mark.whole
 def test_runs_draw_the_same_and_fuzzing_draws_what_its_seed_says(tmp_path: Path) -> None:
-    plain, first, again = (drawn(tmp_path, **more) for more in ({}, {chance.VARIABLE: "1"}, {chance.VARIABLE: "1"}))
+    fuzzing = {chance.VARIABLE: "1"}
+    plain, same, first, again = (drawn(tmp_path, **more) for more in ({}, {}, fuzzing, fuzzing))
+    assert plain == same
     assert plain[1:] == ["100", "3", "7"]
     assert first == again
     assert (first[1], first[3]) == ("1000", "70")

@@ -67,23 +67,6 @@ def test_the_other_onnx_runtime_is_removed_with_the_files_that_both_share(
         install.clashing(["cpu", "serve", "cuda"])
 
 
-@pytest.mark.parametrize(
-    "marker",
-    [
-        'platform_system != "Linux"', 'platform_system == "Linux" and python_version < "3.9"',
-        'platform_system == "Linux" or python_version < "3.9"',
-        '(platform_machine == "x86_64" or platform_machine == "aarch64") and python_version >= "3.10"',
-        'platform_machine in "x86_64 AMD64"', 'platform_machine not in "x86_64 AMD64"',
-        'python_version <= "3.11" and python_version > "3.9"', 'extra == "opt"',
-    ],
-)  # fmt: skip
-def test_markers_agree_with_packaging_and_those_that_cannot_be_read_hold(install: ModuleType, marker: str) -> None:
-    expected = Requirement(f"x; {marker}").marker
-    assert expected is not None
-    assert install.marker_holds(marker, LINUX) == expected.evaluate({**LINUX, "extra": ""})
-    assert install.marker_holds(f"__import__('os') {marker}", LINUX)
-
-
 def test_hints_install_from_where_the_package_came(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A clone has its command; a copy in site-packages may be of a clone or of a wheel."""
     assert errors.pip_install("cpu", "serve") == "pip install -e '.[cpu,serve]' in the clone of specexport."

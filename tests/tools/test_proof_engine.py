@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from specexport.trace.check import reference_logits
+from tests.gpu.conftest import Rows
+from tests.gpu.test_loop import report_texts
 from tests.support.references.engine_harness import make_checkpoint
-from tools.gpu_check_lib.context import Context
-from tools.gpu_check_lib.models import SIZES, ensure_pair, make_tensors
-from tools.gpu_check_lib.rows import read_rows
-from tools.proof import checks, export, texts
+from tools.proof import export, texts
+from tools.proof.checkpoints import SIZES, ensure_pair, make_tensors
 from tools.proof.graph import Graph, from_json, shipped_graph, to_json
 from tools.proof.models import PLANS, ensure_engine, kv_capacity
 
@@ -146,27 +146,14 @@ def test_the_kept_texts_are_eager_transformers(model: str, checkpoints: Path) ->
         assert float(np.abs(chosen).max()) == pytest.approx(text.scale, abs=0.01)
 
 
-def test_a_text_may_part_from_the_cpu_engines_only_where_that_was_nearly_a_tie(context: Context) -> None:
+def test_a_text_may_part_from_the_cpu_engines_only_where_that_was_nearly_a_tie() -> None:
     kept = [texts.Text([1], [5, 6, 7], [0.5, gap, 0.5], 2.0) for gap in (0.5, 0.01)]
+    rows = Rows(None, tiny=True)
     for what, outputs in (("same", [5, 6, 7]), ("apart", [5, 8, 7])):
         for i, text in enumerate(kept):
-            checks.report_texts(context, f"{what} {i}", [text], [outputs], None)
-    found = {row.what: row for row in read_rows(context.recorder.path)}
-    assert {what: row.verdict for what, row in found.items()} == {
-        "same 0": "ok", "same 1": "ok", "apart 0": "missed", "apart 1": "ok",
-    }  # fmt: skip
-    assert found["apart 1"].data["equal"] == 1
-    assert found["apart 0"].data["worst"] == 0.25
-
-
-@pytest.mark.gpu
-def test_the_section_on_a_gpu(context: Context) -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-    context.tiny = True
-    checks.check_greedy(context)
-    checks.check_graphs(context)
-    rows = read_rows(context.recorder.path)
-    assert {row.verdict for row in rows} == {"ok"}, rows
+            report_texts(rows, f"{what} {i}", [text], [outputs])
+    verdicts = {what: verdict for what, (_, verdict, _) in rows.found.items()}
+    assert verdicts == {"same 0": "ok", "same 1": "ok", "apart 0": "wrong", "apart 1": "ok"}
+    assert len(rows.wrong) == 1
+    assert rows.found["apart 1"][2]["equal"] == 1
+    assert rows.found["apart 0"][2]["worst"] == 0.25

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tools.gpu_check_lib.models import ensure_pair
+from tools.proof.checkpoints import ensure_pair
 from tools.proof.graph import FOLDER, Array, Graph, Node, Tensor, to_json
 from tools.proof.models import PLANS, kv_capacity
 
@@ -76,27 +76,21 @@ def name_weights(graph: Graph, weights: Mapping[str, Array], tensors: Mapping[st
     return graph._replace(weights=found)
 
 
-def lower_checkpoint(checkpoint: Path, capacity: int, num_splits: int | None = None) -> "ir.Model":
-    """A checkpoint as a build for ``tensorrt`` lowers it, float16."""
+def lower_checkpoint(checkpoint: Path, capacity: int) -> "ir.Model":
+    """A checkpoint as a build for ``tensorrt`` lowers it, float16, lowering ``plugin``."""
     from specexport.checkpoint.load import load_checkpoint
-    from specexport.passes.pipeline import default_passes, run_passes
-    from specexport.trace.check import trace_checkpoint
-
-    traced = trace_checkpoint(load_checkpoint(str(checkpoint), dtype="float16"))
-    run_passes(traced.ir_model, default_passes("float16"))
-    return lower(traced.ir_model, capacity, num_splits)
-
-
-def lower(ir_model: "ir.Model", capacity: int, num_splits: int | None = None) -> "ir.Model":
-    """What a build does with a traced model after the passes, lowering ``plugin``; in place."""
     from specexport.lowering.common import unify_norm_types
     from specexport.lowering.trt_plugin import lower_trt_plugin
     from specexport.passes.linear_flatten import LinearFlattenPass
+    from specexport.passes.pipeline import default_passes, run_passes
+    from specexport.trace.check import trace_checkpoint
 
-    LinearFlattenPass()(ir_model)
-    unify_norm_types(ir_model)
-    lower_trt_plugin(ir_model, kv_capacity=capacity, num_splits=num_splits)
-    return ir_model
+    model = trace_checkpoint(load_checkpoint(str(checkpoint), dtype="float16")).ir_model
+    run_passes(model, default_passes("float16"))
+    LinearFlattenPass()(model)
+    unify_norm_types(model)
+    lower_trt_plugin(model, kv_capacity=capacity)
+    return model
 
 
 def export_role(model: str, role: str, work: Path) -> str:

@@ -1,7 +1,7 @@
 """The file of a proof engine: a lowered graph as JSON, and its weights beside it. Needs numpy only.
 
-A machine with a GPU often lacks all that a graph is traced with, so the graphs of the models that ``gpu_check`` runs
-are kept in ``graphs/``, and their weights are made on the spot (``gpu_check_lib.models``).
+A machine with a GPU often lacks all that a graph is traced with, so the graphs of the models of the tests for a GPU
+are kept in ``graphs/``, and their weights are made on the spot (``checkpoints``).
 """
 
 import json
@@ -79,7 +79,7 @@ def from_json(text: str) -> Graph:
 
 
 def shipped_graph(model: str, role: str) -> Graph:
-    """The kept graph of a model of ``gpu_check`` (``"small"``, ``"target"``)."""
+    """The kept graph of a model (``"small"``, ``"target"``)."""
     return from_json((FOLDER / f"{model}-{role}.json").read_text(encoding="utf-8"))
 
 

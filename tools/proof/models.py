@@ -1,4 +1,4 @@
-"""The models of section ``loop``: which, how large, and their engine files. Needs numpy only."""
+"""The models that a proof engine runs: which, how large, their engine files, and executors over them."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +15,12 @@ from specexport_runtime.bundle.entry import (
     SourceEntry,
 )
 from specexport_runtime.bundle.profiles import Profile
-from tools.gpu_check_lib.models import SIZES, make_tensors
-from tools.proof.graph import Graph, shipped_graph, write_engine
+from specexport_runtime.executors.gpu import GpuDriver
+from specexport_runtime.executors.trt import TrtExecutor
+from tools.proof.checkpoints import SIZES, make_tensors
+from tools.proof.devices import CudaDevice, Device, HostGpu
+from tools.proof.engine import proof_loader
+from tools.proof.graph import Graph, read_engine, shipped_graph, write_engine
 
 SEED = 7  # that of ``ensure_pair``
 MAX_NUM_TOKENS = 512
@@ -36,7 +40,7 @@ PLANS = {
     "small": Plan(False, 4, 4096, 4),  # long enough for several splits
     "large": Plan(True, 8, 8704, 8),
 }
-"""By name of their sizes in ``gpu_check_lib.models``."""
+"""By name of their sizes in ``checkpoints``."""
 
 
 def kv_capacity(plan: Plan) -> int:
@@ -84,3 +88,32 @@ def profiles_of(model: str, role: str) -> tuple[Profile, ...]:
     plan = PLANS[model]
     tokens = min(MAX_NUM_TOKENS, plan.max_model_len)
     return plan_profiles(role, lookahead=plan.lookahead, max_num_seqs=plan.max_num_seqs, max_num_tokens=tokens)
+
+
+def open_engine(
+    path: Path, profiles: tuple[Profile, ...], *, num_rows: int, graphs: bool, gpu: HostGpu | None = None
+) -> TrtExecutor:
+    """Open an engine file as ``open_trt_executor`` opens a TensorRT engine.
+
+    ``profiles`` are step sizes to run, as a build would plan them; ``num_rows`` are cache rows; with ``graphs`` the
+    fixed profiles' steps are recorded before the first one is asked for. ``gpu`` is a CPU that plays a GPU; None stands
+    for the real one, by way of cuda-python. IncompatibleError: there is no GPU, or too little memory.
+    MissingDependencyError: cuda-python is not installed.
+    """
+    driver: GpuDriver
+    device: Device
+    if gpu is None:
+        from specexport_runtime.executors.cuda_driver import CudaDriver
+
+        driver, device = CudaDriver(), CudaDevice()
+    else:
+        driver = device = gpu
+    graph, _ = read_engine(path)
+    entry = plan_entry(graph, path, profiles, driver.info().sm)
+    executor = TrtExecutor(
+        entry, entry.engine.files[0], path.parent, num_rows=num_rows, driver=driver, use_graphs=graphs,
+        load=proof_loader(device),
+    )  # fmt: skip
+    if graphs:
+        executor.capture(executor.fixed_shapes())
+    return executor

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tools.gpu_check_lib.models import SIZES, ensure_pair
-from tools.gpu_check_lib.steps import random_tokens
+from tools.proof.checkpoints import SIZES, ensure_pair
 from tools.proof.graph import FOLDER
 from tools.proof.models import PLANS
+from tools.proof.steps import random_tokens
 
 FILE = FOLDER / "texts.json"
 LENGTHS = (12, 5, 17, 1)  # ragged from the first step on

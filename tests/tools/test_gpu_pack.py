@@ -1,15 +1,17 @@
+import lzma
+import os
 import struct
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tools import gpu_check
-from tools.gpu_check_lib import packages
-from tools.gpu_check_lib.fatbin import CUBIN, PTX, keep_architecture
+from tools import gpu_pack
+from tools.gpu_pack import CUBIN, PTX, keep_architecture
 
 # CUDA code of one architecture
 
@@ -77,29 +79,6 @@ def test_an_unknown_layout_is_an_error_and_changes_nothing(tmp_path, damage, mes
     assert library.read_bytes() == before
 
 
-@pytest.mark.parametrize("damage", ["", "missing", "altered"])
-def test_pieces_join_to_the_same_bytes_or_say_what_is_wrong(tmp_path: Path, damage: str) -> None:
-    content = np.random.default_rng(0).bytes(2_345)
-    whole, folder, target = (tmp_path / name for name in ("big", "pieces", "target"))
-    whole.write_bytes(content)
-    target.mkdir()
-    packages.split_file(whole, folder, piece_bytes=500)  # an earlier pack
-    pieces = packages.split_file(whole, folder, piece_bytes=1_000)
-    assert [piece.parent.name for piece in pieces] == ["piece-00", "piece-01", "piece-02"]
-    assert [piece.stat().st_size for piece in pieces] == [1000, 1000, 345]
-    if not damage:
-        assert packages.join_pieces(folder, "big", target).read_bytes() == content
-        return
-    if damage == "altered":
-        pieces[1].write_bytes(bytes(1000))
-    else:
-        pieces[1].unlink()
-    error = ValueError if damage == "altered" else packages.PiecesMissingError
-    with pytest.raises(error, match="big"):
-        packages.join_pieces(folder, "big", target)
-    assert not list(target.iterdir())
-
-
 # from an index to the GPU machine
 
 
@@ -119,7 +98,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "index"
     library = make_library(tmp_path / "cuda.so", make_container((CUBIN, 80, 99 * b"x"), (CUBIN, 90, 99 * b"a")))
     make_wheel(folder, "onnxruntime", {
-        packages.CUDA_LIBRARY: library.read_bytes(), "onnxruntime/capi/libonnxruntime.so.1": b"not used",
+        gpu_pack.CUDA_LIBRARY: library.read_bytes(), "onnxruntime/capi/libonnxruntime.so.1": b"not used",
         "onnxruntime/capi/libonnxruntime_providers_shared.so": b"used",
     })  # fmt: skip
     make_wheel(
@@ -135,27 +114,28 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_packed_arrives(tmp_path: Path, index: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder, work = tmp_path / "wheels", tmp_path / "work"
     names = ("onnxruntime", "one", "nowhere-to-be-had", "two")
-    pieces = packages.pack(folder, 90, names, piece_bytes=500)
+    pieces = gpu_pack.pack(folder, 90, names, piece_bytes=500)
     assert len(pieces) > 2
     assert "nowhere-to-be-had could not be fetched" in capfd.readouterr().err
     away = pieces[1].rename(tmp_path / pieces[1].name)
-    with pytest.raises(packages.PiecesMissingError):
-        packages.install(folder, work)
+    site = work / "site"
+    assert gpu_pack.install(folder, site) == f"{len(pieces) - 1} of {len(pieces)} pieces are here"
+    away.write_bytes(bytes(reversed(content := away.read_bytes())))
     away.rename(pieces[1])  # a later call brings it
-    site = packages.install(folder, work)
-    assert packages.install(folder, work) == site
-    assert b"x" not in (site / packages.CUDA_LIBRARY).read_bytes()
-    assert 99 * b"a" in (site / packages.CUDA_LIBRARY).read_bytes()
+    with pytest.raises((lzma.LZMAError, EOFError, tarfile.TarError)):
+        gpu_pack.install(folder, site)
+    pieces[1].write_bytes(content)
+    assert gpu_pack.install(folder, site) == "installed"
+    assert gpu_pack.install(folder, site) == "is there"
+    assert b"x" not in (site / gpu_pack.CUDA_LIBRARY).read_bytes()
+    assert 99 * b"a" in (site / gpu_pack.CUDA_LIBRARY).read_bytes()
     assert [path.name for path in site.rglob("libonnxruntime*")] == [
         "libonnxruntime_providers_cuda.so", "libonnxruntime_providers_shared.so",
     ]  # fmt: skip
     assert not list(site.rglob("program"))
     done = subprocess.run(
-        [sys.executable, "-c", "import carried.one, carried.two, specexport_runtime, specexport; "
-         "print(carried.one.VALUE, carried.two.VALUE)"],
-        env=gpu_check.make_environment(work, site, interpret=False), capture_output=True, text=True, check=True,
+        [sys.executable, "-c", "import carried.one, carried.two; print(carried.one.VALUE, carried.two.VALUE)"],
+        env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "42 43"
     assert sorted(path.name for path in work.iterdir()) == ["site"], "nothing is left in between"
-    packages.pack(folder, 90, ["two"], piece_bytes=10_000)
-    assert not (packages.install(folder, work) / "carried" / "one.py").exists(), "another package takes its place"

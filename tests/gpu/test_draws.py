@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.executors.device_rows import DeviceRows, RowSampler
@@ -15,9 +16,13 @@ from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
-from tools.gpu_check_lib.context import Context
-from tools.gpu_check_lib.rows import judge
+from tools.proof.devices import HostGpu
+from tools.proof.steps import Decoded, decode, random_tokens
 
+if TYPE_CHECKING:
+    from tests.gpu.conftest import Engines, Rows
+
+pytestmark = pytest.mark.gpu
 VOCAB, TINY_VOCAB = 151_936, 1_200
 LOOKAHEAD = 4
 HOST_US = {1: 200.0, 8: 400.0}
@@ -71,60 +76,30 @@ def make_logits(rng: np.random.Generator, count: int, vocab: int) -> Any:
     return (-steepness * np.log(ranks) + rng.normal(0, 0.3, (count, vocab))).astype(np.float32)
 
 
-def check_sampled(context: Context) -> None:
-    """The kernels on made-up logits, then texts over a proof engine."""
-    from tools.gpu_check_lib.needs import require_device
+@pytest.mark.usefixtures("proof")
+def test_draws_on_the_device_are_numpys(rows: "Rows", device: str) -> None:
+    if device == "cpu":
+        driver: Any = HostGpu()
+    else:
+        from specexport_runtime.executors.cuda_driver import CudaDriver
 
-    is_played = require_device(context) == "cpu"
-    with context.part("draws: kernels"):
-        driver = open_driver(is_played)
-        vocab = TINY_VOCAB if context.tiny else VOCAB
-        steps = [Steps(driver, vocab, 8 * (LOOKAHEAD + 1)) for _ in range(2)]
-        check_draws(context, steps[0], steps[1])
-        time_rounds(context, steps[0], steps[1])
-        for each in steps:
-            each.close()
-        driver.close()
-    from tools.proof.checks import open_role
-
-    model = "tiny" if context.tiny else "small"
-    target, draft = (open_role(context, model, role, graphs=not is_played) for role in ("target", "draft"))
-    check_texts(context, "proof", target, draft)
-    draft.close()
-    target.close()
+        driver = CudaDriver()
+    vocab = TINY_VOCAB if rows.tiny else VOCAB
+    target, draft = steps = [Steps(driver, vocab, 8 * (LOOKAHEAD + 1)) for _ in range(2)]
+    check_draws(rows, target, draft)
+    time_rounds(rows, target, draft)
+    for each in steps:
+        each.close()
+    driver.close()
+    assert not rows.wrong
 
 
-def check_backend(context: Context, backend: str = "ort-cuda") -> None:
-    """Sampled texts of a backend's engines."""
-    context.require_backend(backend)
-    from tools.gpu_check_lib.bundles import get_bundle, open_executor
-
-    bundle = get_bundle(context, "tiny" if context.tiny else "small", backend)
-    target = open_executor(bundle, "target", graphs=True, num_rows=8)
-    # The bundle has no draft model: the target drafts for itself, and all is accepted.
-    draft = open_executor(bundle, "target", graphs=True, num_rows=8)
-    check_texts(context, backend, target, draft)
-    draft.close()
-    target.close()
-
-
-def open_driver(is_played: bool) -> Any:
-    """The GPU's driver, or one that a CPU plays."""
-    if is_played:
-        from tools.proof.devices import HostGpu
-
-        return HostGpu()
-    from specexport_runtime.executors.cuda_driver import CudaDriver
-
-    return CudaDriver()
-
-
-def check_draws(context: Context, target: Steps, draft: Steps) -> None:
+def check_draws(rows: "Rows", target: Steps, draft: Steps) -> None:
     """Draws, probabilities, cuts and residuals against numpy, row by row."""
     rng, vocab, count = np.random.default_rng(3), target.vocab, LOOKAHEAD + 1
     draws = wrong = masses = 0
     worst = 0.0
-    for given in CASES[:3] if context.tiny else CASES:
+    for given in CASES[:3] if rows.tiny else CASES:
         sampler = Sampler(SamplingParams(**given), [1], vocab)
         q = make_logits(rng, count, vocab)
         p = q + rng.normal(0, 0.4, q.shape).astype(np.float32)
@@ -150,33 +125,31 @@ def check_draws(context: Context, target: Steps, draft: Steps) -> None:
                 mass = float(residual(host, other, weight).sum())
                 worst = max(worst, abs(float(found.sum()) - mass) / max(mass, 1e-12))
                 masses += 1
-    context.recorder.row(
+    rows.right(
         f"draws: kernels against numpy, V={vocab}",
         f"{draws - wrong} of {draws} tokens equal; probabilities and {masses} residuals off by up to {worst:.1e}",
-        target="all, at most 1e-9", verdict=judge(worst if not wrong else 1.0, at_most=1e-9), wrong=wrong, worst=worst,
+        "all, at most 1e-9", not wrong and worst <= 1e-9,
     )  # fmt: skip
 
 
-def time_rounds(context: Context, target: Steps, draft: Steps) -> None:
+def time_rounds(rows: "Rows", target: Steps, draft: Steps) -> None:
     """Steps of draws, and whole rounds of K draws, a test and what follows from it: the host's share, and bytes."""
     rng, vocab = np.random.default_rng(4), target.vocab
-    for name, given in list(DISTRIBUTIONS.items())[: 1 if context.tiny else None]:
+    for name, given in list(DISTRIBUTIONS.items())[: 1 if rows.tiny else None]:
         sampler = Sampler(SamplingParams(**given), [1], vocab)
-        for rows in (1, LOOKAHEAD + 1, *(() if context.tiny else (8 * (LOOKAHEAD + 1),))):
-            target.load(make_logits(rng, min(rows, 5), vocab)[np.arange(rows) % 5])
-            asks = [sampler.ask(float(rng.random()), vocab, 3) for _ in range(rows)]
-            wall = median_us(context, lambda asks=asks: target.draw(asks))  # type: ignore[misc]
-            context.recorder.row(f"draws: {rows} rows, {name}", f"{wall:.0f} us, its wait included", us=wall)
-        for batch, most in list(HOST_US.items())[: 1 if context.tiny else None]:
-            round_of(context, name, sampler, (target, draft), batch, most)
+        for count in (1, LOOKAHEAD + 1, *(() if rows.tiny else (8 * (LOOKAHEAD + 1),))):
+            target.load(make_logits(rng, min(count, 5), vocab)[np.arange(count) % 5])
+            asks = [sampler.ask(float(rng.random()), vocab, 3) for _ in range(count)]
+            wall = median_us(lambda asks=asks: target.draw(asks), 3 if rows.tiny else 50)
+            rows.row(f"draws: {count} rows, {name}", f"{wall:.0f} us, its wait included", us=wall)
+        for batch, most in list(HOST_US.items())[: 1 if rows.tiny else None]:
+            round_of(rows, name, sampler, (target, draft), batch, most)
 
 
-def round_of(
-    context: Context, name: str, sampler: Sampler, steps: tuple[Steps, Steps], batch: int, most: float
-) -> None:
+def round_of(rows: "Rows", name: str, sampler: Sampler, steps: tuple[Steps, Steps], batch: int, most: float) -> None:
     """One row: rounds of ``batch`` sequences over logits that stay the same."""
     target, draft = steps
-    rng, vocab, rounds = np.random.default_rng(5), target.vocab, 2 if context.tiny else 40
+    rng, vocab, rounds = np.random.default_rng(5), target.vocab, 2 if rows.tiny else 40
     q = make_logits(rng, LOOKAHEAD + 1, vocab)
     p = q + rng.normal(0, 0.4, q.shape).astype(np.float32)
     target.load(q[np.arange(batch * (LOOKAHEAD + 1)) % (LOOKAHEAD + 1)])
@@ -199,10 +172,10 @@ def round_of(
             for i, s in enumerate(streams)
             for j, token in enumerate([*tokens[i], -1])
         ]
-        rows = target.draw(asks)
+        drawn = target.draw(asks)
         for i, stream in enumerate(streams):
-            own = rows[i * (LOOKAHEAD + 1) :][: LOOKAHEAD + 1]
-            RULES["block"](tokens[i], distributions[i], lambda j, o=own: sampler.row_distribution(o[j]), stream)  # type: ignore[misc]
+            own = drawn[i * (LOOKAHEAD + 1) :][: LOOKAHEAD + 1]
+            RULES["block"](tokens[i], distributions[i], lambda j, o=own: sampler.row_distribution(o[j]), stream)
             stream.end_round()
         total = time.perf_counter() - start
         waited.append(target.waited + draft.waited + sum(each() for each in later))
@@ -211,15 +184,10 @@ def round_of(
     fetched = sum(each.sampler.counts.fetches - old for each, (_, old) in zip(steps, before, strict=True))
     size, host = sum(moved) / rounds / batch, float(np.median(spent))
     what = f"draws: a round of K={LOOKAHEAD}, {name}, batch {batch}"
-    context.recorder.row(
-        what, f"{host:.0f} us of the host beside {1e6 * float(np.median(waited)):.0f} us of waits",
-        target=f"at most {most:.0f} us", verdict=context.judge_time(host, at_most=most), host_us=host,
-    )  # fmt: skip
-    context.recorder.row(
-        f"{what}: to the host", f"{size:.0f} bytes a sequence; {fetched} rows fetched in {rounds} rounds",
-        target=f"at most {BYTES}", verdict="info" if context.tiny else judge(size, at_most=BYTES), bytes=size,
-        fetches=fetched,
-    )  # fmt: skip
+    rows.reach(what, f"{host:.0f} us of the host beside {1e6 * float(np.median(waited)):.0f} us of waits",
+               f"at most {most:.0f} us", host <= most)  # fmt: skip
+    rows.reach(f"{what}: to the host", f"{size:.0f} bytes a sequence; {fetched} rows fetched in {rounds} rounds",
+               f"at most {BYTES}", size <= BYTES)  # fmt: skip
 
 
 def _timed_waits(steps: Steps) -> Callable[[], float]:
@@ -241,53 +209,58 @@ def _timed_waits(steps: Steps) -> Callable[[], float]:
     return end
 
 
-def median_us(context: Context, call: Callable[[], object]) -> float:
+def median_us(call: Callable[[], object], repeats: int) -> float:
     """Microseconds of a call."""
     times = []
-    for _ in range(3 if context.tiny else 50):
+    for _ in range(repeats):
         start = time.perf_counter()
         call()
         times.append(1e6 * (time.perf_counter() - start))
     return float(np.median(times))
 
 
-def check_texts(context: Context, what: str, target: Executor, draft: Executor) -> None:
-    """Texts with seeds, drawn on the device and on the host, and what a round costs each way."""
-    from tools.gpu_check_lib.forced import decode
-    from tools.gpu_check_lib.steps import random_tokens
+def test_sampled_texts_are_those_drawn_on_the_host(engines: "Engines", rows: "Rows") -> None:
+    if engines.kind == "ort-cpu":
+        pytest.skip("it draws on the host")
+    most = engines.most_rows
+    target, draft = (engines.open(role, num_rows=most) for role in ("target", "draft"))
+    for name in list(DISTRIBUTIONS)[: 1 if rows.tiny else None]:
+        for batch in (2,) if rows.tiny else (1, most):
+            compare_texts(rows, f"{engines.kind}: sampled, {name}", target, draft, batch, DISTRIBUTIONS[name])
+    assert not rows.wrong
 
-    count = 4 if context.tiny else 48
-    batches = (2,) if context.tiny else (1, min(8, target.num_rows))
-    for name, given in list(DISTRIBUTIONS.items())[: 1 if context.tiny else None]:
-        for batch in batches:
-            with context.part(f"{what}: sampled, {name}, batch {batch}"):
-                prompts = random_tokens(target.vocab_size, batch, 12, seed=6)
-                # The first rounds record graphs and allocate what rows are kept in.
-                decode(target, prompts, 8, draft=draft, lookahead=LOOKAHEAD, rate=None, sampling=given)
-                before = _counts(target, draft)
-                on_device = decode(target, prompts, count, draft=draft, lookahead=LOOKAHEAD, rate=None, sampling=given)
-                moved, fetched = (new - old for new, old in zip(_counts(target, draft), before, strict=True))
-                for each in (target, draft):
-                    each.keeps_rows = False
-                on_host = decode(target, prompts, count, draft=draft, lookahead=LOOKAHEAD, rate=None, sampling=given)
-                for each in (target, draft):
-                    each.keeps_rows = True
-                equal = sum(
-                    one == other
-                    for texts in zip(on_device.outputs, on_host.outputs, strict=True)
-                    for one, other in zip(*texts, strict=True)
-                )
-                total, rounds = batch * count, max(on_device.rounds, 1)
-                ms = [1e3 * found.seconds / max(found.rounds, 1) for found in (on_device, on_host)]
-                context.recorder.row(
-                    f"{what}: sampled, {name}, batch {batch}, K={LOOKAHEAD}",
-                    f"{equal} of {total} tokens as drawn on the host; {on_device.host_us:.0f} us of the host a round "
-                    f"(on the host {on_host.host_us:.0f}); round {ms[0]:.2f} ms (on the host {ms[1]:.2f}); "
-                    f"{moved / rounds / batch:.0f} bytes a sequence and round, {fetched} rows fetched; acceptance "
-                    f"{on_device.acceptance or 0:.2f}",
-                    target="all equal", verdict="ok" if equal == total else "missed", equal=equal, total=total,
-                    host_us=on_device.host_us, host_us_before=on_host.host_us, ms=ms,
-                )  # fmt: skip
+
+def compare_texts(
+    rows: "Rows", what: str, target: Executor, draft: Executor, batch: int, sampling: dict[str, Any]
+) -> None:
+    """Texts with seeds, and what a round costs each way."""
+    count, prompts = 4 if rows.tiny else 48, random_tokens(target.vocab_size, batch, 12, seed=6)
+
+    def sample(tokens: int) -> Decoded:
+        return decode(target, prompts, tokens, draft=draft, lookahead=LOOKAHEAD, sampling=sampling)
+
+    sample(8)  # the first rounds record graphs and allocate what rows are kept in
+    before = _counts(target, draft)
+    on_device = sample(count)
+    moved, fetched = (new - old for new, old in zip(_counts(target, draft), before, strict=True))
+    target.keeps_rows = draft.keeps_rows = False
+    on_host = sample(count)
+    target.keeps_rows = draft.keeps_rows = True
+    equal = sum(
+        one == other
+        for texts in zip(on_device.outputs, on_host.outputs, strict=True)
+        for one, other in zip(*texts, strict=True)
+    )
+    total, rounds = batch * count, max(on_device.rounds, 1)
+    ms = [1e3 * found.seconds / max(found.rounds, 1) for found in (on_device, on_host)]
+    rows.right(
+        f"{what}, batch {batch}, K={LOOKAHEAD}",
+        f"{equal} of {total} tokens as drawn on the host; {on_device.host_us:.0f} us of the host a round "
+        f"(on the host {on_host.host_us:.0f}); round {ms[0]:.2f} ms (on the host {ms[1]:.2f}); "
+        f"{moved / rounds / batch:.0f} bytes a sequence and round, {fetched} rows fetched; acceptance "
+        f"{on_device.acceptance or 0:.2f}",
+        "all equal", equal == total, host_us=on_device.host_us, host_us_before=on_host.host_us, ms=ms,
+    )  # fmt: skip
 
 
 def _counts(*executors: Any) -> tuple[int, int]:

@@ -47,9 +47,9 @@ DRAFT_LAYERS = {"tiny": 1, "small": 1, "large": 2}
 """Layers that the layer-skipping draft of a model keeps: the first ones."""
 
 
-def next_token(token: int, vocab: int) -> int:
-    """What a decisive model says after ``token``."""
-    return (_STEP * token + _SHIFT) % vocab
+def next_tokens(tokens: Any, vocab: int) -> Any:
+    """What a decisive model says after each token."""
+    return (_STEP * tokens + _SHIFT) % vocab
 
 
 class _Weights:
@@ -88,7 +88,7 @@ def make_tensors(size: LlamaSize, *, seed: int, decisive: bool) -> Iterator[tupl
     head = weights.fresh(size.vocab, hidden, 0.05)
     if decisive:
         ids = np.arange(size.vocab)
-        head[(_STEP * ids + _SHIFT) % size.vocab] = embedding * np.float16(0.05)
+        head[next_tokens(ids, size.vocab)] = embedding * np.float16(0.05)
     yield "model.embed_tokens.weight", embedding
     yield "lm_head.weight", head
     yield "model.norm.weight", np.ones(hidden, np.float16)
@@ -149,19 +149,32 @@ def config_of(size: LlamaSize) -> dict[str, Any]:
     }
 
 
-def ensure_pair(folder: Path, name: str, *, decisive: bool, seed: int = 7) -> tuple[Path, Path]:
+def ensure_pair(folder: Path, name: str, *, decisive: bool, rate: float = 1.0, seed: int = 7) -> tuple[Path, Path]:
     """Write a target and its layer-skipping draft, unless they are there; returns the folders of both.
 
-    ``name`` is one of ``SIZES``; ``decisive`` is told in :func:`make_tensors`.
+    ``name`` is one of ``SIZES``; ``decisive`` is told in :func:`make_tensors`. The draft of a decisive model says the
+    target's next token after a share ``rate`` of the ids, and a wrong one after the others.
     """
     base = folder / f"{name}{'-decisive' if decisive else ''}"
-    target, draft = base / "target", base / "draft"
+    target, draft = base / "target", base / ("draft" if rate == 1 else f"draft-{rate:g}")
     if (target / "config.json").is_file() and (draft / "config.json").is_file():
         return target, draft
     size, kept = SIZES[name], DRAFT_LAYERS[name]
     tensors = dict(make_tensors(size, seed=seed, decisive=decisive))
-    write_checkpoint(target, size, tensors)
+    if not (target / "config.json").is_file():
+        write_checkpoint(target, size, tensors)
     skipped = tuple(f"model.layers.{layer}." for layer in range(kept, size.layers))
     tensors = {key: value for key, value in tensors.items() if not key.startswith(skipped)}
+    wrong = np.random.default_rng(seed).permutation(size.vocab)[: round((1 - rate) * size.vocab)]
+    rows = next_tokens(wrong, size.vocab)
+    tensors["lm_head.weight"][rows] = tensors["lm_head.weight"][np.roll(rows, 1)]
     write_checkpoint(draft, size._replace(layers=kept), tensors)
     return target, draft
+
+
+def write_prompts(path: Path, vocab: int, *, count: int = 8, tokens: int = 32) -> None:
+    """Prompts of made-up words, for the commands."""
+    drawn = np.random.default_rng(13).integers(0, vocab, (count, tokens)).tolist()
+    lines = (json.dumps({"prompt": " ".join(f"t{token}" for token in prompt)}) for prompt in drawn)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
