@@ -57,7 +57,7 @@ def test_the_proof_engine_passes_what_verify_compares_with_itself(proof: "Engine
 
     from specexport.rounding import logit_tolerance
     from specexport.verify.greedy import check_greedy
-    from specexport.verify.neighbours import check_neighbours
+    from specexport.verify.logits import check_neighbours
     from specexport_runtime.engine import SpecEngine
     from specexport_runtime.engine_parts import EngineParts
 
