@@ -109,7 +109,7 @@ def measure(distribution: dict[str, Any], batch: int, repeats: int) -> float:
         asks = [draft_asks(step) for step in range(LOOKAHEAD)]
         for step in range(LOOKAHEAD):
             draft.put(asks[step], 0, step=step)
-        return draft.collect_chain(asks, [none[:batch]] * LOOKAHEAD)
+        return [draft.collect(asks[step], none[:batch], step=step) for step in range(LOOKAHEAD)]
 
     def target_asks(tokens: list[list[int]]) -> list[RowAsk]:
         return [

@@ -286,8 +286,7 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
         self._asked = [*self._asked[: len(self._chain) - 1], asks]
         self.engine_seconds += time.perf_counter() - start
 
-    def collect(self) -> list[Int64Array]:
-        """See ``Executor.collect``."""
+    def _collect(self) -> list[Int64Array]:
         start = time.perf_counter()
         rows, self._chain = self._chain, []
         try:

@@ -182,8 +182,7 @@ class TrtExecutor(GpuSteps):
         self._chain.append((step, rows))
         self._asked = [*self._asked[: len(self._chain) - 1], asks]
 
-    def collect(self) -> list[Int64Array]:
-        """See ``Executor.collect``."""
+    def _collect(self) -> list[Int64Array]:
         chain, self._chain = self._chain, []
         start = time.perf_counter()
         self._parts.driver.synchronize()

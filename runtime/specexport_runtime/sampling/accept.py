@@ -46,12 +46,12 @@ class Verdict(NamedTuple):
         return range(self.accepted) if self.path is None else self.path
 
 
-def accept_greedy(drafted: Sequence[int], target_tokens: Sequence[int]) -> Verdict:
-    """Accept draft tokens as long as they equal the target's greedy choice; entry j follows j draft tokens."""
+def accept_greedy(drafted: Sequence[int], greedy: Callable[[int], int]) -> Verdict:
+    """Accept draft tokens as long as they equal the target's greedy choice; ``greedy(j)`` follows j draft tokens."""
     for j, token in enumerate(drafted):
-        if token != target_tokens[j]:
-            return Verdict(j, int(target_tokens[j]), is_bonus=False)
-    return Verdict(len(drafted), int(target_tokens[len(drafted)]), is_bonus=True)
+        if token != (chosen := greedy(j)):
+            return Verdict(j, chosen, is_bonus=False)
+    return Verdict(len(drafted), greedy(len(drafted)), is_bonus=True)
 
 
 def accept_sampled(
