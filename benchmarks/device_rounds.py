@@ -131,7 +131,7 @@ def measure(distribution: dict[str, Any], batch: int, repeats: int) -> float:
             answer(target, 0, q[np.arange(len(asks)) % (LOOKAHEAD + 1)], asks)
         rows = target.collect(asks, none)
         for i, s in enumerate(streams):
-            own = rows[i * (LOOKAHEAD + 1) :][: LOOKAHEAD + 1]
+            own = [rows[i * (LOOKAHEAD + 1) + j] for j in range(LOOKAHEAD + 1)]
             RULES["block"](tokens[i], distributions[i], lambda j, o=own: sampler.row_distribution(o[j]), s)  # type: ignore[misc]
 
     drafted()

@@ -201,7 +201,7 @@ def round_of(
         ]
         rows = target.draw(asks)
         for i, stream in enumerate(streams):
-            own = rows[i * (LOOKAHEAD + 1) :][: LOOKAHEAD + 1]
+            own = [rows[i * (LOOKAHEAD + 1) + j] for j in range(LOOKAHEAD + 1)]
             RULES["block"](tokens[i], distributions[i], lambda j, o=own: sampler.row_distribution(o[j]), stream)  # type: ignore[misc]
             stream.end_round()
         total = time.perf_counter() - start

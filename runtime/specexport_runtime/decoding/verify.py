@@ -196,6 +196,28 @@ class TargetRows:
         logits = self._rows.fetch(self._begin, self._begin + len(self._proposal.nodes) + 1)
         return logits if path is None else logits[[0, *[place + 1 for place in path]]]
 
+    def ask_ahead(self) -> list[Residual]:
+        """The residuals that the draft may end with, of rows that a look at costs a wait."""
+        req, proposal, draws = self._req, self._proposal, self._req.draws
+        drafted, drafts = proposal.tokens, proposal.distributions
+        if proposal.error is not None or not drafts or proposal.branches or not req.sampler.is_uncut:
+            return []
+        places: Iterable[tuple[int, float]]
+        if req.acceptance == "token":
+            place, _, token = first_refused(drafted, drafts, self.distribution, draws)
+            places = [(place, 1.0)] if token is None else []
+        else:
+            self.chances = find_chances(drafted, drafts, self.distribution, draws)
+            places = tested_places(self.chances.found, draws)
+        asked: list[Residual] = []
+        for place, chance in places:
+            target = None if place == len(drafted) else self.distribution(place)
+            if isinstance(target, RowDistribution) and (found := target.ask(drafts[place], chance)) is not None:
+                asked.append(found)
+            if target is None or chance == 1.0:
+                break
+        return asked
+
 
 def accept(req: Request, proposal: Proposal, rows: TargetRows) -> Verdict:
     """How much of a draft stays, and what comes behind it."""
@@ -225,36 +247,8 @@ def target_rows(
     # One request rarely asks twice, and looking ahead costs more than that.
     if len(requests) > 1 and not rows.is_near:
         asked: list[Residual] = []
-        for req, each in zip(requests, found, strict=True):
-            proposal = proposals[req.row]
-            if proposal.error is None and proposal.distributions and not proposal.branches and req.sampler.is_uncut:
-                with suppress(Exception):  # acceptance meets it again
-                    _ask_ahead(req, proposal.tokens, proposal.distributions, each, asked)
+        for each in found:
+            with suppress(Exception):  # acceptance meets it again
+                asked += each.ask_ahead()
         find_masses(asked)
     return found
-
-
-def _ask_ahead(
-    req: Request,
-    drafted: Sequence[int],
-    drafts: Sequence[Distribution | None],
-    rows: TargetRows,
-    asked: list[Residual],
-) -> None:
-    """Ask for the residuals that a draft may end with."""
-    draws = req.draws
-    places: Iterable[tuple[int, float]]
-    if req.acceptance == "token":
-        place, _, token = first_refused(drafted, drafts, rows.distribution, draws)
-        places = [(place, 1.0)] if token is None else []
-    else:
-        rows.chances = find_chances(drafted, drafts, rows.distribution, draws)
-        places = tested_places(rows.chances.found, draws)
-    for place, chance in places:
-        if place == len(drafted):
-            return
-        target = rows.distribution(place)
-        if isinstance(target, RowDistribution) and (found := target.ask(drafts[place], chance)) is not None:
-            asked.append(found)
-        if chance == 1.0:
-            return

@@ -9,7 +9,7 @@ import logging
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -451,11 +451,10 @@ class DeviceRows(LogitRows):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def at(self, place: int) -> DeviceRow:
-        """See the base class."""
+    def __getitem__(self, place: int) -> DeviceRow:
         return self._rows[place]
 
-    @property
+    @cached_property
     def token_ids(self) -> list[int]:
         """See the base class."""
         return [row.token_id for row in self._rows]

@@ -178,8 +178,7 @@ class _Rows(NumpyRows):
         self._source = source
         self._made: dict[int, DeviceRow] = {}
 
-    def at(self, place: int) -> LogitRow:
-        """See the base class."""
+    def __getitem__(self, place: int) -> LogitRow:
         if (row := self._made.get(place)) is None:
             row = self._made[place] = self._source.query(place, self._asks[place])
         return row

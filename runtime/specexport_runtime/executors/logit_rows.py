@@ -5,9 +5,9 @@ their numbers; ``host_rows`` and ``device_rows`` have the others.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,11 +60,20 @@ class LogitRow(ABC):
         """The ids that count, on the host."""
 
 
-class LogitRows(Sequence[LogitRow]):
+class LogitRows(ABC):
     """The rows of logits of a step."""
 
     is_near = True
     """What is asked of a row costs no wait."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, place: int) -> LogitRow: ...
+
+    def __iter__(self) -> Iterator[LogitRow]:
+        return (self[place] for place in range(len(self)))
 
     @property
     @abstractmethod
@@ -74,17 +83,6 @@ class LogitRows(Sequence[LogitRow]):
     @abstractmethod
     def fetch(self, start: int, stop: int) -> Float32Array:
         """Some rows on the host, [n, V]."""
-
-    @abstractmethod
-    def at(self, place: int) -> LogitRow:
-        """One row."""
-
-    @overload
-    def __getitem__(self, place: int) -> LogitRow: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[LogitRow]: ...
-    def __getitem__(self, place: int | slice) -> LogitRow | Sequence[LogitRow]:
-        return [self.at(i) for i in range(*place.indices(len(self)))] if isinstance(place, slice) else self.at(place)
 
 
 class NumpyRows(LogitRows):
@@ -113,8 +111,7 @@ class NumpyRows(LogitRows):
         rows: Float32Array = self._output[start:stop]
         return rows if self._head is None else np.stack([self._head.widen(row[: len(self._head.ids)]) for row in rows])
 
-    def at(self, place: int) -> LogitRow:
-        """See the base class."""
+    def __getitem__(self, place: int) -> LogitRow:
         return _NumpyRow(self, place, self._asks[place] if self._asks else NOTHING)
 
 
@@ -129,4 +126,5 @@ class _NumpyRow(LogitRow):
         return self._rows.token_ids[self._place]
 
     def fetch(self) -> Float32Array:
-        return self._rows.fetch(self._place, self._place + 1)[0][: self.ask.rule.width or None]
+        row: Float32Array = self._rows.fetch(self._place, self._place + 1)[0]
+        return row[: self.ask.rule.width or None]
