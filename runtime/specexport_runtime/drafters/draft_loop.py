@@ -144,8 +144,12 @@ class Draft:
         ``confidence`` is what the model itself says of the place, whatever is drawn; without it the top probability is.
         CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
         """
-        distribution, top = None, 1.0
-        may_exit = self.may_exit
+        if row.ask is NOTHING:
+            if row.token_id == NO_TOKEN:
+                raise CheckFailedError(_NAN)
+            # One that may not be drafted: a wrong guess costs a rejection, nothing else.
+            return self.append(row.token_id if row.token_id < width else 0)
+        distribution, top, may_exit = None, 1.0, self.may_exit
         if self.distributions is not None:
             distribution = self.request.sampler.row_distribution(row, self.tokens)
             token = sample_token(distribution, self.request.draws(len(self.tokens)).draft)
@@ -153,17 +157,11 @@ class Draft:
                 self._branch_drawn(distribution, token, count)
             if may_exit and confidence is None:
                 top = distribution.top
-        elif row.ask is NOTHING:
-            token = row.token_id
-            if token == NO_TOKEN:
-                raise CheckFailedError(_NAN)
-            if token >= width:  # it may not be drafted: a wrong guess costs a rejection, nothing else
-                token = 0
         else:
             token, top = self._draw_greedily(row, width)
         if self._exit is not None and may_exit:
             self.has_exited = self._exit.should_end(top if confidence is None else confidence)
-        self.append(token, distribution)
+        return self.append(token, distribution)
 
     def _draw_greedily(self, row: LogitRow, width: int) -> tuple[int, float]:
         """The likeliest token, and its probability if the draft may end with it."""
@@ -261,15 +259,14 @@ def run_drafts(
         if count > 1:
             _chain(runner, active, work, width, count)
             continue
-        asked = [
-            given._replace(
-                asks=[draft.ask(width, executor.num_rows)],
-                drafts=len(draft.tokens) if runner.has_states else 0,
-            )
-            for draft, given in zip(active, work, strict=True)
-        ]
         kept = [len(given.tokens) if is_kept(draft) else 0 for draft, given in zip(active, work, strict=True)]
-        rows, starts = _step(runner, active, asked, kept, runner.step_rows)
+        if runner.has_states:
+            drafted = [len(draft.tokens) for draft in active]
+            work = [given._replace(drafts=count) for given, count in zip(work, drafted, strict=True)]
+        asks = [draft.ask(width, executor.num_rows) for draft in active]
+        if any(ask is not NOTHING for ask in asks):
+            work = [given._replace(asks=[ask]) for given, ask in zip(work, asks, strict=True)]
+        rows, starts = _step(runner, active, work, kept, runner.step_rows)
         if executor.reads_features:
             for draft, handed in zip(active, executor.next_features.copy(), strict=True):
                 draft.carried = handed

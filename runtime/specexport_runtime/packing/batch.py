@@ -185,9 +185,11 @@ class ModelRunner:
     def step_rows(self, first_row: int, work: Sequence[RowWork]) -> LogitRows:
         """As :meth:`step`, for what ``work`` asks of its rows of logits."""
         buffers = self._pack(first_row, work)
-        asks = [NOTHING] * len(buffers.logit_rows)
-        for start, row in zip(self.logit_starts, work, strict=True):
-            asks[start : start + len(row.asks)] = row.asks
+        asks: list[RowAsk] = []
+        if any(row.asks for row in work):
+            asks = [NOTHING] * len(buffers.logit_rows)
+            for start, row in zip(self.logit_starts, work, strict=True):
+                asks[start : start + len(row.asks)] = row.asks
         try:
             return self.executor.execute_rows(_wanted(asks))
         finally:
