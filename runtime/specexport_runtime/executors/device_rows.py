@@ -389,7 +389,7 @@ class DeviceRow(LogitRow):
 
     @property
     def is_flat(self) -> bool:
-        """See the base class."""
+        """Whether the asked cut leaves so much of it that candidates cost more than the row."""
         return self.found.candidates > max(self._sampler.k_inline, self.ask.rule.width // _SHARE)
 
     @property

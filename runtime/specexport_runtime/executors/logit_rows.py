@@ -46,11 +46,6 @@ class LogitRow(ABC):
     """What is known of it beside its numbers."""
 
     @property
-    def is_flat(self) -> bool:
-        """Whether the asked cut leaves so much of it that candidates cost more than the row."""
-        return False
-
-    @property
     @abstractmethod
     def token_id(self) -> int:
         """The greedy token; ``NO_TOKEN`` if the row holds a NaN."""
