@@ -429,7 +429,7 @@ class DeviceRow(LogitRow):
         return ids[order].astype(np.int64), values[order]
 
     def residual_ask(self, draft: "DeviceRow", weight: float) -> ResidualAsk:
-        """To ask for max(0, w q - p) at this row's uniform, of the softmax of this row (q) and of ``draft``'s (p)."""
+        """To ask for max(0, weight * softmax of this row - that of ``draft``), at this row's uniform."""
         (rule, found), (other, of_other) = (self.ask.rule, self.found), (draft.ask.rule, draft.found)
         mine = (rule.temperature, rule.width, found.peak, found.total)
         theirs = (other.temperature, other.width, of_other.peak, of_other.total)

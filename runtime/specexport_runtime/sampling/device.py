@@ -103,7 +103,7 @@ class RowDistribution:
 
 
 class Residual(NamedTuple):
-    """The masses max(0, w q - p) of two rows, see ``accept.residual``."""
+    """The masses max(0, w p - q) of two rows, see ``accept.residual``."""
 
     target: RowDistribution
     draft: RowDistribution
