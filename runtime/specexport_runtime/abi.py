@@ -30,7 +30,7 @@ Y     ``pending_width``     what one token gives to one recurrence
 from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple
 
-from specexport_runtime.records import whole
+from specexport_runtime.schema import whole
 
 ABI_VERSION = 5
 

@@ -13,14 +13,15 @@ from specexport_runtime.engine_options import EngineOptions, make_options, with_
 from specexport_runtime.engine_parts import EngineParts, assemble, check_empty
 from specexport_runtime.errors import EngineClosedError
 from specexport_runtime.intake.checks import one_each
-from specexport_runtime.intake.drafting import DraftPlan, RequestOptions, RequestSpec, request_specs, resolve_draft_plan
+from specexport_runtime.intake.drafting import RequestOptions, RequestSpec, request_specs, resolve_draft_plan
 from specexport_runtime.intake.pins import PinnedPrefixes
 from specexport_runtime.intake.prompts import PromptEncoder
+from specexport_runtime.requests.request import DraftPlan
 from specexport_runtime.requests.results import GenerationResult, Prompt, StreamChunk
 from specexport_runtime.requests.stats import PaddingStats, PhaseTimes
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.structured import StructuredOutputs
-from specexport_runtime.watch.observe import EngineLoad, EngineObserver
+from specexport_runtime.telemetry.observers import EngineLoad, EngineObserver
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.packing.kv import BorrowedKv
 from specexport_runtime.requests.records import FORCED
-from specexport_runtime.watch.trace import RoundTracer
+from specexport_runtime.telemetry.round_log import RoundTracer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

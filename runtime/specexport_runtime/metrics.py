@@ -2,8 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -11,145 +13,89 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.utils import floatToGoString
 
-from specexport_runtime.watch.counts import EngineCounts, Histogram
+from specexport_runtime.telemetry.counts import EngineCounts, Histogram
 
 if TYPE_CHECKING:
     from specexport_runtime.engine import SpecEngine
     from specexport_runtime.requests.request import Request
-    from specexport_runtime.watch.observe import RoundRecord
+    from specexport_runtime.telemetry.observers import RoundRecord
 
 LABELS = ("model_name", "engine")
 """Labels of every metric, as in vLLM."""
 QUEUE_FULL = "queue_full"
 
 
-class _Number(NamedTuple):
-    """A counter without labels of its own."""
-
-    name: str
-    text: str
-    value: Callable[[EngineCounts], float]
-
-
-class _Labelled(NamedTuple):
-    """A counter with a label of its own."""
-
-    name: str
-    text: str
-    label: str
-    values: Callable[[EngineCounts], Iterable[tuple[str, float]]]
-
-
-_NUMBERS = (
-    _Number("vllm:prompt_tokens", "Prompt tokens that were fed.", lambda c: c.prompt_tokens),
-    _Number("vllm:generation_tokens", "Tokens that were generated.", lambda c: c.generation_tokens),
-    _Number(
-        "vllm:num_preemptions",
-        "How often a request was paused, so that another did not wait for a row.",
-        lambda c: c.preemptions,
-    ),
-    _Number("specexport:reread_tokens", "Tokens of paused requests that were fed again.", lambda c: c.reread_tokens),
-    _Number(
-        "vllm:prefix_cache_queries",
+_NUMBERS = {
+    "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens that were fed."),
+    "vllm:generation_tokens": ("generation_tokens", "Tokens that were generated."),
+    "vllm:num_preemptions": ("preemptions", "How often a request was paused, so that another did not wait for a row."),
+    "specexport:reread_tokens": ("reread_tokens", "Tokens of paused requests that were fed again."),
+    "vllm:prefix_cache_queries": (
+        "prefix_queries",
         "Prompt tokens, of requests that ended, for which cache rows were searched.",
-        lambda c: c.prefix_queries,
     ),
-    _Number("vllm:prefix_cache_hits", "Of these, tokens that a row had.", lambda c: c.prefix_hits),
-    _Number("vllm:spec_decode_num_drafts", "Rounds of a request that had a draft.", lambda c: c.all_drafts().rounds),
-    _Number(
-        "vllm:spec_decode_num_draft_tokens", "Draft tokens that the target tested.", lambda c: c.all_drafts().drafted
-    ),
-    _Number(
-        "vllm:spec_decode_num_accepted_tokens",
-        "Draft tokens that were accepted and emitted.",
-        lambda c: c.all_drafts().accepted,
-    ),
-    _Number(
-        "specexport:branch_tokens",
-        "Draft tokens tested beside the chain of their draft.",
-        lambda c: c.all_drafts().branches,
-    ),
-    _Number(
-        "specexport:accepted_branch_tokens",
+    "vllm:prefix_cache_hits": ("prefix_hits", "Of these, tokens that a row had."),
+    "vllm:spec_decode_num_drafts": ("all_drafts.rounds", "Rounds of a request that had a draft."),
+    "vllm:spec_decode_num_draft_tokens": ("all_drafts.drafted", "Draft tokens that the target tested."),
+    "vllm:spec_decode_num_accepted_tokens": ("all_drafts.accepted", "Draft tokens that were accepted and emitted."),
+    "specexport:branch_tokens": ("all_drafts.branches", "Draft tokens tested beside the chain of their draft."),
+    "specexport:accepted_branch_tokens": (
+        "all_drafts.accepted_branches",
         "Of these, tokens that were accepted and emitted.",
-        lambda c: c.all_drafts().accepted_branches,
     ),
-    _Number("specexport:steps", "Steps of the engine.", lambda c: c.steps),
-    _Number("specexport:step_seconds", "Seconds that the steps took, drafting included.", lambda c: c.step_seconds),
-    _Number(
-        "specexport:saved_seconds",
+    "specexport:steps": ("steps", "Steps of the engine."),
+    "specexport:step_seconds": ("step_seconds", "Seconds that the steps took, drafting included."),
+    "specexport:saved_seconds": (
+        "saved_seconds",
         "Seconds saved against plain decoding, in the rounds with drafts that were faster.",
-        lambda c: c.saved_seconds,
     ),
-    _Number(
-        "specexport:lost_seconds",
+    "specexport:lost_seconds": (
+        "lost_seconds",
         "Seconds lost against plain decoding, in the rounds with drafts that were slower.",
-        lambda c: c.lost_seconds,
     ),
-)
-
-
-def _of_drafters(value: Callable[[EngineCounts, str], float]) -> Callable[[EngineCounts], Iterable[tuple[str, float]]]:
-    return lambda counts: [(name, value(counts, name)) for name in sorted(counts.drafters)]
-
-
-_LABELLED = (
-    _Labelled(
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Accepted draft tokens by their position in the draft, from 0.",
+}
+"""Counters without a label of their own, and where :class:`EngineCounts` has them."""
+_LABELLED = {
+    "vllm:spec_decode_num_accepted_tokens_per_pos": (
         "position",
-        lambda c: ((str(position), number) for position, number in enumerate(c.accepted_at())),
+        "accepted_at",
+        "Accepted draft tokens by their position in the draft, from 0.",
     ),
-    _Labelled(
-        "vllm:request_success",
-        "Requests that ended, by reason: stop, length, abort (cancelled) or error.",
+    "vllm:request_success": (
         "finished_reason",
-        lambda c: c.finished.items(),
+        "finished",
+        "Requests that ended, by reason: stop, length, abort (cancelled) or error.",
     ),
-    _Labelled(
-        "specexport:request_failures",
-        "Requests that were ended by an exception, by its class.",
-        "error",
-        lambda c: c.failures.items(),
-    ),
-    _Labelled(
-        "specexport:requests_refused",
-        "Requests that were answered with an error before they reached the engine, by its code.",
+    "specexport:request_failures": ("error", "failures", "Requests that were ended by an exception, by its class."),
+    "specexport:requests_refused": (
         "reason",
-        lambda c: c.refused.items(),
+        "refused",
+        "Requests that were answered with an error before they reached the engine, by its code.",
     ),
-    _Labelled(
-        "specexport:drafter_drafts",
+}
+"""Those with one."""
+_BY_DRAFTER: dict[str, tuple[Callable[[EngineCounts, str], float], str]] = {
+    "specexport:drafter_drafts": (
+        lambda counts, name: counts.drafters[name].rounds,
         "Rounds of a request that had a draft, by drafter.",
-        "drafter",
-        _of_drafters(lambda counts, name: counts.drafters[name].rounds),
     ),
-    _Labelled(
-        "specexport:drafter_draft_tokens",
+    "specexport:drafter_draft_tokens": (
+        lambda counts, name: counts.drafters[name].drafted,
         "Draft tokens that the target tested, by drafter.",
-        "drafter",
-        _of_drafters(lambda counts, name: counts.drafters[name].drafted),
     ),
-    _Labelled(
-        "specexport:drafter_accepted_tokens",
+    "specexport:drafter_accepted_tokens": (
+        lambda counts, name: counts.drafters[name].accepted,
         "Draft tokens that were accepted and emitted, by drafter.",
-        "drafter",
-        _of_drafters(lambda counts, name: counts.drafters[name].accepted),
     ),
-    _Labelled(
-        "specexport:drafter_saved_seconds",
+    "specexport:drafter_saved_seconds": (
+        lambda counts, name: counts.saved.get(name, 0.0),
         "Part of specexport:saved_seconds, by drafter: those of a round share its seconds by their tokens tested.",
-        "drafter",
-        _of_drafters(lambda counts, name: counts.saved.get(name, 0.0)),
     ),
-    _Labelled(
-        "specexport:drafter_lost_seconds",
+    "specexport:drafter_lost_seconds": (
+        lambda counts, name: counts.lost.get(name, 0.0),
         "Part of specexport:lost_seconds, by drafter: those of a round share its seconds by their tokens tested.",
-        "drafter",
-        _of_drafters(lambda counts, name: counts.lost.get(name, 0.0)),
     ),
-)
-
+}
 _HISTOGRAMS = {
     "vllm:iteration_tokens_total": ("step_tokens", "Tokens of a step: prompt tokens fed and tokens generated."),
     "vllm:time_to_first_token_seconds": ("first_token", "Seconds from submission to the first token, queue included."),
@@ -211,7 +157,7 @@ class EngineMetrics:
     def counts(self) -> EngineCounts:
         """All numbers, of one moment."""
         with self._lock:
-            return self._counts.copy()
+            return deepcopy(self._counts)
 
     def render(self, *, openmetrics_format: bool = False) -> tuple[bytes, str]:
         """The page for Prometheus, in its own format or in OpenMetrics': body and content type."""
@@ -230,15 +176,13 @@ class EngineMetrics:
         """The metrics, for Prometheus' client."""
         counts = self.counts()
         yield from self._gauges(counts)
-        for number in _NUMBERS:
-            counter = CounterMetricFamily(number.name, number.text, labels=LABELS)
-            counter.add_metric(self._labels, number.value(counts))
-            yield counter
-        for part in _LABELLED:
-            counter = CounterMetricFamily(part.name, part.text, labels=[*LABELS, part.label])
-            for label, value in part.values(counts):
-                counter.add_metric([*self._labels, label], value)
-            yield counter
+        for name, (where, text) in _NUMBERS.items():
+            yield self._counter(name, text, attrgetter(where)(counts))
+        for name, (label, where, text) in _LABELLED.items():
+            yield self._labelled(CounterMetricFamily, name, text, label, getattr(counts, where))
+        for name, (value, text) in _BY_DRAFTER.items():
+            values = {drafter: value(counts, drafter) for drafter in sorted(counts.drafters)}
+            yield self._labelled(CounterMetricFamily, name, text, "drafter", values)
         for name, (key, text) in _HISTOGRAMS.items():
             family = HistogramMetricFamily(name, text, labels=LABELS)
             histogram = counts.histograms[key]
@@ -246,7 +190,7 @@ class EngineMetrics:
             yield family
 
     def _gauges(self, counts: EngineCounts) -> Iterator[Metric]:
-        drafts = counts.all_drafts()
+        drafts = counts.all_drafts
         unknown = float("nan")  # nothing was drafted
         rate = drafts.accepted / drafts.drafted if drafts.drafted else unknown
         length = 1 + drafts.accepted / drafts.rounds if drafts.rounds else unknown
@@ -280,16 +224,29 @@ class EngineMetrics:
             if value is not None:
                 gauge.add_metric(self._labels, value)
             yield gauge
-        dropped = CounterMetricFamily(
-            "specexport:observers_dropped", "Observers, these metrics say, that raised and hear no more.", labels=LABELS
-        )
-        dropped.add_metric(self._labels, engine.observers_dropped if engine else 0)
-        yield dropped
+        text = "Observers, these metrics say, that raised and hear no more."
+        yield self._counter("specexport:observers_dropped", text, engine.observers_dropped if engine else 0)
         text = "1 for a drafter of which nothing was accepted since the start, though enough was tested; else 0."
-        useless = GaugeMetricFamily("specexport:drafter_never_accepted", text, labels=[*LABELS, "drafter"])
-        for drafter in sorted(counts.drafters):
-            useless.add_metric([*self._labels, drafter], float(counts.drafters[drafter].never_accepted))
-        yield useless
+        useless = {drafter: float(counts.drafters[drafter].never_accepted) for drafter in sorted(counts.drafters)}
+        yield self._labelled(GaugeMetricFamily, "specexport:drafter_never_accepted", text, "drafter", useless)
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        counter = CounterMetricFamily(name, text, labels=LABELS)
+        counter.add_metric(self._labels, value)
+        return counter
+
+    def _labelled(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        text: str,
+        label: str,
+        values: Mapping[str, float],
+    ) -> Metric:
+        family = kind(name, text, labels=[*LABELS, label])
+        for each, value in values.items():
+            family.add_metric([*self._labels, each], value)
+        return family
 
 
 def _cumulative(histogram: Histogram) -> Sequence[tuple[str, float]]:

@@ -24,7 +24,7 @@ from specexport_runtime.errors import (
     SpecexportError,
     UnsupportedModelError,
 )
-from specexport_runtime.records import from_json
+from specexport_runtime.schema import from_json
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.files import FileEntry
-from specexport_runtime.records import from_json, map_paths, to_json
+from specexport_runtime.schema import from_json, map_paths, to_json
 
 TOKENIZER_NAME = "tokenizer.json"
 

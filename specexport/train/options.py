@@ -1,5 +1,6 @@
 """What ``specexport train-draft`` was asked for. Imports no torch, so that a bad flag is reported at once."""
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -62,19 +63,19 @@ class TrainOptions:
             ("keep_layers", 1, 1 << 10),
             ("seed", 0, 1 << 30),
         ):
-            if getattr(self, name) is not None:
-                _check_range(name, getattr(self, name), low, high)
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise InvalidRequestError(f"{name} is {value}.", f"give {low} to {high:,}.")
         _check_kind(self)
-        if not 0 < self.temperature <= 2:
-            raise InvalidRequestError(f"temperature is {self.temperature:g}.", "give a number in (0, 2].")
-        if not self.max_states_gb > 0:
-            raise InvalidRequestError(
-                f"max_states_gb is {self.max_states_gb:g}.", "give the disk that may be used, in GB."
-            )
-        if self.hours is not None and not self.hours > 0:
-            raise InvalidRequestError(f"hours is {self.hours:g}.", "give the time that the run may take.")
-        if not 0 < self.rate <= 1:
-            raise InvalidRequestError(f"rate is {self.rate:g}.", "give a number in (0, 1].")
+        for name, most, fix in (
+            ("temperature", 2.0, "give a number in (0, 2]."),
+            ("max_states_gb", math.inf, "give the disk that may be used, in GB."),
+            ("hours", math.inf, "give the time that the run may take."),
+            ("rate", 1.0, "give a number in (0, 1]."),
+        ):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= most:
+                raise InvalidRequestError(f"{name} is {value:g}.", fix)
 
     @property
     def head_kind(self) -> Literal["eagle3", "mtp"]:
@@ -148,11 +149,6 @@ def _check_kind(options: TrainOptions) -> None:
             f"steps is {options.steps}, and a pruned draft learns at every place of a text at once.",
             "leave it out: it is for heads.",
         )
-
-
-def _check_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise InvalidRequestError(f"{name} is {value}.", f"give {low} to {high:,}.")
 
 
 def refuse_pruning(model: Any, reason: str) -> UnsupportedModelError:

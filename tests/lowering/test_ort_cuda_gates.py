@@ -31,6 +31,7 @@ from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases.entries import make_entry
 from tests.support.fakes.fake_onnxruntime import FakeBinding, FakeOrt
+from tests.support.fakes.requests import request_of
 from tests.support.models.half_models import trace
 from tests.support.models.tiny_models import VOCAB
 from tests.support.references.cuda_graphs import ReferenceSession
@@ -98,7 +99,7 @@ def decode(executor: Any, lookahead: int, rules: LayerRules | None = None) -> li
     plan = (DraftStage("self", lookahead),) if lookahead else ()
     params = SamplingParams(max_tokens=7, ignore_eos=True)
     sequences = [
-        Request(i, prompt, params, vocab_size=VOCAB, max_model_len=LENGTH - 8, draft_plan=plan, layer_rules=rules)
+        request_of(i, prompt, params, vocab_size=VOCAB, max_model_len=LENGTH - 8, draft_plan=plan, layer_rules=rules)
         for i, prompt in enumerate(PROMPTS)
     ]
     for seq in sequences:

@@ -10,7 +10,7 @@ import pytest
 from specexport_runtime.errors import SpecexportError
 from tests.support.cases import patience
 from tests.support.cases.patience import HANG_S, wait_until
-from tests.support.servers.cluster import HEADERS, KEY, SETTINGS, Deployed, kill
+from tests.support.servers.cluster import HEADERS, SETTINGS, Deployed, kill
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.whole, pytest.mark.xdist_group("ray")]  # one cluster
 
@@ -56,18 +56,6 @@ def test_both_replicas_answer(deployed):
         return seen == wanted
 
     wait_until(both)
-
-
-def test_the_openai_client_works_through_ray(deployed, alone):
-    openai = pytest.importorskip("openai")
-    with openai.OpenAI(base_url=f"{deployed.url}/v1", api_key=KEY, max_retries=0) as client:
-        answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
-        assert answer.choices[0].text == alone.text(PROMPT, 24)
-        stream = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0, stream=True)
-        assert "".join(piece.choices[0].text for piece in stream if piece.choices) == alone.text(PROMPT, 24)
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, extra_body={"no_such": 1})
-    assert refused.value.code == "unknown_parameter"
 
 
 def test_the_key_is_asked_for_behind_the_proxy(deployed):

@@ -10,16 +10,16 @@ from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.suffix import SuffixDrafter
 from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.requests.records import Begun, Branch, DraftStage
-from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.tree import accept_tree_greedy
 from tests.support.cases.chance import examples
+from tests.support.fakes.requests import request_of
 
 MOST = 400
 
 
 def request(tokens, tree_size=0, name="lookup", **options):
-    return Request(
+    return request_of(
         0, tokens, SamplingParams(max_tokens=MOST), vocab_size=10_000, max_model_len=5000, scope="",
         draft_plan=(DraftStage(name, 7),), tree_size=tree_size, **options,
     )  # fmt: skip

@@ -12,7 +12,6 @@ from specexport_runtime.executors.device_rows import RowSampler
 from specexport_runtime.executors.row_kernels import NOTHING
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage
-from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.accept import accept_sampled
 from specexport_runtime.sampling.block import accept_block
 from specexport_runtime.sampling.device import on_host
@@ -21,6 +20,7 @@ from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
 from tests.support.fakes.cuda_sessions import open_cuda
 from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_target, run
+from tests.support.fakes.requests import request_of
 from tests.support.fakes.trt_fakes import FakeGpu, make_entry, open_fake
 
 ROWS, LOOKAHEAD = 4, 4
@@ -41,7 +41,7 @@ def pair(tmp_path_factory):
 
 def texts(executors, params, seeds, rule="block", plan=("draft-model", LOOKAHEAD), **options):
     requests = [
-        Request(
+        request_of(
             i, [1 + seed % 3, 5], params, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, seed=seed,
             draft_plan=(DraftStage(*plan),), acceptance=rule, **options,
         )
@@ -123,7 +123,7 @@ def test_drafts_with_siblings_are_the_hosts(pair, params):
     for executor in (pair[1], make_draft("good", ROWS)):
         drafter = ModelDrafter(ModelRunner(executor), vocab_size=VOCAB)
         requests = [
-            Request(
+            request_of(
                 i, [1 + i % 3, 5], given, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, seed=i,
                 draft_plan=(DraftStage("draft-model", LOOKAHEAD),), tree_size=size,
             )

@@ -15,12 +15,12 @@ from specexport_runtime.executors.logit_rows import NumpyRows
 from specexport_runtime.executors.row_kernels import whole_row
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
-from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from tests.support.fakes.heads_on_fakes import check_plain, make_sequences
 from tests.support.fakes.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.requests import request_of
 from tests.support.references.exact import P_VALUE, PROMPT, TARGET, joint, p_value
 
 SURE, NEVER = DraftExitParams(gamma=1.0, epsilon=0.0), DraftExitParams(gamma=0.0, epsilon=0.0)
@@ -181,7 +181,7 @@ class CountsDiscarded(Rules):
 
 def emit(seed, params, rules, exits, table, target, lookahead, length, rule):
     """The first tokens of one sequence, round by round as the decoding loop does it."""
-    seq = Request(
+    seq = request_of(
         0, PROMPT, params, vocab_size=len(TARGET), max_model_len=99, seed=seed, draft_exit=DraftExit(exits),
         acceptance=rule,
     )  # fmt: skip

@@ -16,12 +16,12 @@ from specexport_runtime.drafters.siblings import MOST_SIBLINGS, drawn_siblings, 
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.records import DraftStage
-from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling import accept, tree
 from specexport_runtime.sampling.distribution import HostDistribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.tree import TREE_RULES, without
+from tests.support.fakes.requests import request_of
 from tests.support.references.drawn import WholeDraws, distribution, distributions_of, error, integrate, path_of
 
 VOCAB, PROMPT = 3, [1, 2]
@@ -39,7 +39,7 @@ def model(**options):
 
 def request(tree_size, *, vocab=VOCAB, plan=PLAN, seed=0, prompt=PROMPT, **options):
     params = SamplingParams(max_tokens=30, **{"temperature": 0.9, **options})
-    made = Request(
+    made = request_of(
         0, prompt, params, vocab_size=vocab, max_model_len=36, draft_plan=plan, tree_size=tree_size, seed=seed
     )
     made.row = 0
@@ -163,7 +163,7 @@ def test_a_chain_has_none_and_no_place_more_than_there_may_be():
 @pytest.mark.parametrize("acceptance", ["token", "block"])
 def test_numbers_serve_one_round(acceptance):
     for size in (0, 1):
-        made = Request(
+        made = request_of(
             0, PROMPT, SamplingParams(), vocab_size=3, max_model_len=9, tree_size=size, acceptance=acceptance
         )
         used = made.draws(2)

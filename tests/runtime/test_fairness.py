@@ -17,10 +17,10 @@ from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.requests.request import Request
 from tests.support.cases.chance import examples
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
+from tests.support.fakes.requests import request_of
 from tests.support.fakes.watcher import Watcher
 
 LONG = SamplingParams(max_tokens=400)
@@ -28,7 +28,7 @@ LONG = SamplingParams(max_tokens=400)
 
 def sequence(index=0, owner="a", priority=0, length=4, generated=0, **options):
     options = {"vocab_size": VOCAB, "max_model_len": 2000, "owner": owner, "priority": priority} | options
-    seq = Request(index, [1] * length, options.pop("params", LONG), **options)
+    seq = request_of(index, [1] * length, options.pop("params", LONG), **options)
     if generated:
         seq.commit([2] * generated)
     return seq

@@ -15,7 +15,7 @@ from specexport_runtime.bundle import manifest as module
 from specexport_runtime.bundle.files import FileEntry, check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError, IncompatibleError, SpecexportError
-from specexport_runtime.records import from_json, map_paths, to_json
+from specexport_runtime.schema import from_json, map_paths, to_json
 from tests.support.cases.manifests import DRAFT, ENTRY, FILES, HEAD, MANIFEST, write
 
 DRAFT_JSON = MANIFEST.to_json()["models"]["draft"]

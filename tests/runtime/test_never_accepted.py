@@ -10,8 +10,8 @@ from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.requests.records import Proposal
 from specexport_runtime.requests.request import RoundEvent
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.watch.never_accepted import NeverAccepted
-from specexport_runtime.watch.observe import RoundRecord
+from specexport_runtime.telemetry.never_accepted import NeverAccepted
+from specexport_runtime.telemetry.observers import RoundRecord
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import finish, make_decoder, make_draft, make_sequence, make_target
 

@@ -10,7 +10,7 @@ from specexport_runtime.errors import RequestFailedError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.requests.records import DraftStage, Proposal
 from specexport_runtime.requests.request import RoundEvent
-from specexport_runtime.watch.observe import RoundRecord
+from specexport_runtime.telemetry.observers import RoundRecord
 from tests.support.fakes.adaptive import gated_curves
 from tests.support.fakes.adaptive import make_decoder as make_adaptive_decoder
 from tests.support.fakes.engine import make_engine

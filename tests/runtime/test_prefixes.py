@@ -12,10 +12,10 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage, Proposal
-from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.fakes import heads_on_fakes, loop
 from tests.support.fakes.fed import ask, fed
+from tests.support.fakes.requests import request_of
 
 LONG = (np.arange(30) * 7 % loop.VOCAB).tolist()
 OTHER = (np.arange(30) * 5 % loop.VOCAB).tolist()
@@ -82,7 +82,7 @@ def test_prompts_that_come_together_are_read_once():
     decoder = loop.make_decoder(target, None, 0, reuses_prefixes=True, max_num_batched_tokens=80)
     counts = fed(decoder)
     sequences = [
-        Request(i, ids, SamplingParams(max_tokens=4), vocab_size=loop.VOCAB, max_model_len=100, scope="")
+        request_of(i, ids, SamplingParams(max_tokens=4), vocab_size=loop.VOCAB, max_model_len=100, scope="")
         for i, ids in enumerate([prompt, prompt, [*prompt[:68], 5, 5], OTHER])
     ]
     loop.run(decoder, sequences)

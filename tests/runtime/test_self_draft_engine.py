@@ -16,11 +16,11 @@ from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerChoice, LayerRules
 from specexport_runtime.requests.records import DraftStage
-from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases import chance
 from tests.support.cases.entries import changed
 from tests.support.fakes.loop import finish
+from tests.support.fakes.requests import request_of
 
 TEXTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n",
@@ -50,7 +50,7 @@ def decode(bundle, executor, prompts, lookahead, *, max_tokens=24, max_chunk=512
     runner = ModelRunner(executor, max_chunk=max_chunk)
     drafter = SelfDrafter(runner, vocab_size=bundle.manifest.vocabulary.size)
     sequences = [
-        Request(
+        request_of(
             i, prompt, SamplingParams(max_tokens=max_tokens), vocab_size=executor.vocab_size, max_model_len=128,
             draft_plan=(DraftStage("self", lookahead),) if lookahead else (),
             **{name: make() for name, make in options.items()},

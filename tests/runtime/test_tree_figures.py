@@ -9,9 +9,9 @@ from specexport_runtime.requests.records import Branch, Proposal, RoundTrace, Sh
 from specexport_runtime.requests.request import RoundEvent
 from specexport_runtime.requests.results import StreamChunk, StreamPiece, make_chunk
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.watch.counts import EngineCounts
-from specexport_runtime.watch.never_accepted import NeverAccepted
-from specexport_runtime.watch.observe import RoundRecord
+from specexport_runtime.telemetry.counts import EngineCounts
+from specexport_runtime.telemetry.never_accepted import NeverAccepted
+from specexport_runtime.telemetry.observers import RoundRecord
 from tests.support.fakes.drafter_kinds import KINDS, NOISES
 from tests.support.fakes.grown_trees import let_trees_grow
 from tests.support.fakes.loop import make_sequence, run
@@ -57,10 +57,10 @@ def test_an_engine_s_counts_are_those_of_its_requests(decoded):
     counts = EngineCounts()
     counts.set_limits(100, 3)
     counts.add_round(RoundRecord(events, 0, 1.0), 1.0)
-    drafts = counts.all_drafts()
+    drafts = counts.all_drafts
     for name in ("drafted", "accepted", "branches", "accepted_branches"):
         assert getattr(drafts, name) == sum(getattr(seq.stats, name) for seq in sequences)
-    assert sum(counts.accepted_at()) == drafts.accepted  # each once, at its depth
+    assert sum(counts.accepted_at.values()) == drafts.accepted  # each once, at its depth
     assert decoder.times.moved > 0
     assert 0 < decoder.times.move < decoder.times.accept
 

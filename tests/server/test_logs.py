@@ -158,14 +158,6 @@ def test_a_client_that_goes_away_is_499(slow_served, logged, stream):
     slow_served.wait_until_idle()
 
 
-def test_the_queue_is_in_the_line(slow_served, logged):
-    answer = complete(slow_served, "two", n=2, max_tokens=20, temperature=1.0, speculative={"drafter": "none"})
-    line = line_of(logged, "two")
-    assert answer.status_code == 200
-    if "stop" not in line["finish_reasons"]:
-        assert line["queued_ms"] > 100  # one row: the second choice waits for the first
-
-
 def test_a_defect_is_told_without_the_texts_of_others(fake_served, logged, monkeypatch):
     from specexport_runtime.server import completions
 

@@ -18,8 +18,8 @@ from specexport_runtime.metrics import EngineMetrics
 from specexport_runtime.requests.records import Proposal
 from specexport_runtime.requests.results import GenerationResult
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.watch.counts import EngineCounts, Histogram, length_bounds
-from specexport_runtime.watch.observe import RoundRecord
+from specexport_runtime.telemetry.counts import EngineCounts, Histogram, length_bounds
+from specexport_runtime.telemetry.observers import RoundRecord
 from tests.support.servers.serving import MAX_MODEL_LEN, VOCAB, fake_engine
 
 LABELS = {"model_name", "engine"}
@@ -316,17 +316,6 @@ def test_drafters_of_a_round_share_its_seconds_by_their_tokens():
     assert counts.saved == {"suffix": pytest.approx(0.036), "draft-model": pytest.approx(0.002)}
     assert counts.saved_seconds == sum(counts.saved.values()) == pytest.approx(0.038)
     assert counts.lost_seconds == sum(counts.lost.values()) == pytest.approx(0.024)
-    assert (copy := counts.copy()).saved == counts.saved
-    assert copy.saved is not counts.saved
-
-
-def test_refused_requests_by_reason():
-    metrics = EngineMetrics("m")
-    assert value(metrics, "specexport:requests_refused_total", reason="queue_full") == 0
-    for reason in ("queue_full", "invalid_api_key", "queue_full"):
-        metrics.count_refused(reason)
-    assert value(metrics, "specexport:requests_refused_total", reason="queue_full") == 2
-    assert value(metrics, "specexport:requests_refused_total", reason="invalid_api_key") == 1
 
 
 def test_two_engines_do_not_collide(make_engine):
@@ -414,14 +403,3 @@ def test_a_copy_of_the_counts_stays_as_it_is(make_engine):
     run_all(engine)
     assert told == (before.generation_tokens, before.accepted, before.histograms["e2e"].total, before.finished)
     assert metrics.counts().generation_tokens == 2 * before.generation_tokens
-
-
-def test_a_scrape_waits_for_a_round_to_be_counted():
-    metrics = EngineMetrics("m")
-    scrape = threading.Thread(target=metrics.render)
-    with metrics._lock:
-        scrape.start()
-        scrape.join(0.05)
-        assert scrape.is_alive()
-    scrape.join(30)
-    assert not scrape.is_alive()

@@ -2,15 +2,9 @@
 
 import pytest
 
-from tests.support.servers.openai_help import alone, client_of
+from tests.support.servers.openai_help import alone
 
 MESSAGES = [{"role": "system", "content": "w1 w2"}, {"role": "user", "content": "w3"}]
-
-
-@pytest.fixture(scope="module")
-def client(fake_served):
-    with client_of(fake_served) as client:
-        yield client
 
 
 def test_an_answer_is_that_of_the_rendered_prompt(client, fake_served):
@@ -21,13 +15,6 @@ def test_an_answer_is_that_of_the_rendered_prompt(client, fake_served):
         assert (choice.index, choice.message.role, choice.finish_reason) == (i, "assistant", "length")
     assert (len(answer.choices), answer.object, answer.usage.prompt_tokens) == (3, "chat.completion", 3)
     assert answer.usage.speculative["rounds"] > 0
-
-
-def test_an_answer_can_be_sent_back(client):
-    first = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=3)
-    messages = [*MESSAGES, first.choices[0].message, {"role": "user", "content": "w4"}]
-    again = client.chat.completions.create(model="fake", messages=messages, max_tokens=3)
-    assert again.usage.prompt_tokens == 3 + 3 + 1
 
 
 def test_the_limit_has_two_names_and_without_it_an_answer_may_fill_the_context(client):

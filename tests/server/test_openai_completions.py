@@ -4,8 +4,8 @@ import pytest
 
 from specexport_runtime.requests.records import Share
 from specexport_runtime.requests.stats import RequestStats
+from specexport_runtime.server.answer_format import usage_of
 from specexport_runtime.server.answer_schema import SpeculativeUsage
-from specexport_runtime.server.responses import usage_of
 from tests.support.servers.openai_help import alone, client_of
 
 PROMPT = "w1 w2 w3"

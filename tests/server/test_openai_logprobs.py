@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specexport_runtime.requests.results import StreamPiece
 from specexport_runtime.sampling.logprobs import TokenLogprobs
+from specexport_runtime.server.answer_format import ChatFormat, CompletionFormat, Header
 from specexport_runtime.server.answer_schema import ChatAnswer, CompletionAnswer
 from specexport_runtime.server.json_text import LongList, json_text
-from specexport_runtime.server.responses import ChatFormat, CompletionFormat, Header
 from specexport_runtime.server.token_text import TokenText, TokenTexts
 from tests.support.servers.openai_help import alone, client_of
 from tests.support.servers.serving import VOCAB
@@ -20,12 +20,6 @@ from tests.support.servers.serving import VOCAB
 MESSAGES = [{"role": "user", "content": "w1 w2"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = "# 日本語 é\nname = '🙂"
-
-
-@pytest.fixture(scope="module")
-def client(fake_served):
-    with client_of(fake_served) as client:
-        yield client
 
 
 @pytest.mark.parametrize(("count", "streamed"), [(0, False), (3, True)])
@@ -159,7 +153,7 @@ def test_of_prompts_beside_others(fake_served):
     ids=str,
 )
 def test_no_answer_holds_more_of_prompts_than_it_may(fake_served, monkeypatch, body, param, code):
-    monkeypatch.setattr("specexport_runtime.server.responses.MAX_ENTRIES", 1000)
+    monkeypatch.setattr("specexport_runtime.server.answer_format.MAX_ENTRIES", 1000)
     answer = httpx.post(fake_served.url + COMPLETIONS, json=body)
     assert answer.status_code == (400 if param else 200)
     if param:
@@ -168,7 +162,7 @@ def test_no_answer_holds_more_of_prompts_than_it_may(fake_served, monkeypatch, b
 
 def test_no_answer_holds_more_of_its_own_tokens_than_it_may(fake_served, monkeypatch):
     """Who asks for too many is told; an answer without a length ends there."""
-    monkeypatch.setattr("specexport_runtime.server.responses.MAX_ENTRIES", 100)
+    monkeypatch.setattr("specexport_runtime.server.answer_format.MAX_ENTRIES", 100)
     ask = {"prompt": ["w1", "w2"], "logprobs": 4, "ignore_eos": True}
     answer = httpx.post(fake_served.url + COMPLETIONS, json=ask | {"max_tokens": 11})
     assert answer.status_code == 400

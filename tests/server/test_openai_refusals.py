@@ -19,6 +19,7 @@ from tests.support.servers.serving import Served, fake_engine
 
 MESSAGES = [{"role": "user", "content": "w1"}]
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+LEAST = {COMPLETIONS: {"prompt": "w1"}, CHAT: {"messages": MESSAGES}, RESPONSES: {"input": "w1"}}
 
 IN_BOTH = [
     ({"foo": 1}, "foo", "unknown_parameter"),
@@ -119,11 +120,78 @@ IN_CHAT = [
     ({"prediction": W1 | {"content": "w1 " * 401}}, "prediction", "limit_exceeded"),
     ({"prompt": "w1"}, "prompt", "unknown_parameter"),
 ]
-CASES = [
-    (path, *case)
-    for path, cases in ((COMPLETIONS, IN_BOTH + IN_COMPLETIONS), (CHAT, IN_BOTH + IN_CHAT))
-    for case in cases
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "additionalProperties": False}
+FORMAT = {"type": "json_schema", "name": "person", "strict": True, "schema": PERSON | {"required": ["name"]}}
+IN_RESPONSES = [
+    ({"max_tokens": 5}, "max_tokens", "unknown_parameter"),
+    ({"input": []}, "input", "invalid_value"),
+    ({"input": 5}, "input", "invalid_type"),
+    ({"input": [{"role": "user"}]}, "input[0].content", "missing_required_parameter"),
+    ({"input": [{"role": "tool", "content": "w1"}]}, "input[0].role", "invalid_value"),
+    ({"input": [{"role": "user", "content": "w1", "x": 1}]}, "input[0].x", "unknown_parameter"),
+    ({"input": [{"role": "user", "content": "w1"}, {"type": "item_reference", "id": "a"}]}, "input[1].type", None),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", None),
+    ({"input": [{"role": "user", "content": [{"type": "text", "text": "w1"}]}]}, "input[0].content[0].type", None),
+    ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
+    ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
+    ({"prompt": {"id": "p"}}, "prompt", "unsupported_parameter"),
+    ({"background": True}, "background", "unsupported_parameter"),
+    ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
+    ({"tools": [{"type": "function", "name": "f"}]}, "tools", "unsupported_parameter"),  # by the chat template
+    ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_parameter"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
+    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "missing_required_parameter"),
+    ({"text": {"format": FORMAT | {"name": "a b"}}}, "text.format.name", "invalid_value"),
+    ({"text": {"format": FORMAT | {"schema": {"type": "string"}}}}, "text.format.schema", "invalid_value"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unknown_parameter"),
+    ({"include": ["file_search_call.results"]}, "include[0]", "invalid_value"),
+    ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+    ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "invalid_value"),
+    ({"metadata": {"a": "x" * 513}}, "metadata.a", "invalid_value"),
+    ({"metadata": {"a" * 65: "x"}}, "metadata." + "a" * 65, "invalid_value"),
+    ({"metadata": {"a": 1}}, "metadata.a", "invalid_type"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", None),
 ]
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
+CALLS = {"role": "assistant", "tool_calls": [CALL]}
+TEXT = {"type": "text", "text": "w1"}
+
+
+def said(*parts):
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": 5}}
+OF_CLIENTS = [
+    *((path, {"service_tier": "flex"}, "service_tier") for path in LEAST),
+    *((path, {"structured_outputs": {"regex": 5}}, "structured_outputs.regex") for path in LEAST),
+    (COMPLETIONS, {"response_format": {}}, "response_format.type"),
+    (CHAT, {"response_format": FORM}, "response_format.json_schema.schema"),
+    (CHAT, {"verbosity": "low"}, "verbosity"),
+    (CHAT, {"reasoning_effort": "little"}, "reasoning_effort"),
+    (CHAT, {"messages": [{"role": "user", "content": {"text": "w1"}}]}, "messages[0].content"),
+    (CHAT, said("w1"), "messages[0].content[0]"),
+    (CHAT, said({"text": "w1"}), "messages[0].content[0].type"),
+    (CHAT, said({"type": "text"}), "messages[0].content[0].text"),
+    (CHAT, said(TEXT | {"text": 5}), "messages[0].content[0].text"),
+    (CHAT, said(TEXT, {"type": "image_url", "image_url": {"url": "data:,"}}), "messages[0].content[1].type"),
+    (CHAT, said(TEXT | {"image_url": "x"}), "messages[0].content[0].image_url"),
+    (CHAT, {"messages": [CALLS]}, "messages[0].tool_calls[0].function.arguments"),
+    (CHAT, {"prediction": {"type": "content", "content": [TEXT | {"text": 5}]}}, "prediction.content[0].text"),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice.function.name"),
+    (CHAT, {"tool_choice": 5}, "tool_choice"),
+    (RESPONSES, {"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    (RESPONSES, {"text": {"format": {}}}, "text.format.type"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+]
+CASES = [
+    *((path, *case) for path, cases in (
+        (COMPLETIONS, IN_BOTH + IN_COMPLETIONS), (CHAT, IN_BOTH + IN_CHAT), (RESPONSES, IN_RESPONSES)
+    ) for case in cases),
+    *((*case, None) for case in OF_CLIENTS),
+]  # fmt: skip
 BODIES = {
     "empty": (b"", "invalid_json"),
     "no object": (b"[]", "invalid_json"),
@@ -186,11 +254,14 @@ def test_depth_is_refused_whatever_the_recursion_limit():
 
 @pytest.mark.parametrize(("path", "body", "param", "code"), CASES, ids=lambda v: str(v)[:60])
 def test_a_parameter_is_refused(http, path, body, param, code):
-    whole = ({"prompt": "w1"} if path == COMPLETIONS else {"messages": MESSAGES}) | body
+    whole = LEAST[path] | body
     error = refusal(http.post(path, content=json.dumps(whole), headers={"content-type": "application/json"}))
     assert error["param"] == param
     assert error["code"] == (code or error["code"])
-    assert str(param).split(".")[0].split("[")[0] in error["message"]
+    assert (param if code is None else str(param).split(".")[0].split("[")[0]) in error["message"]
+    assert "Input tag" not in error["message"]
+    for name in ("messages", "response_format", "max_completion_tokens") if path == RESPONSES else ():
+        assert name in body or name not in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -284,23 +355,6 @@ def test_limits_of_the_server():
         )
         assert http.post(COMPLETIONS, json={"prompt": "w1"}).json()["usage"]["completion_tokens"] == 7
         assert http.post(CHAT, json={"messages": MESSAGES}).json()["usage"]["completion_tokens"] == 7
-        served.wait_until_idle()
-
-
-PLAIN = {"speculative": {"drafter": "none"}}  # 390 steps: it runs for seconds
-
-
-def test_a_full_queue_takes_all_choices_or_none():
-    config = ServerConfig(model_name="small", max_waiting=1)
-    with Served(lambda: fake_engine(1, step_seconds=0.01), config) as served, client_of(served) as client:
-        running = client.completions.create(model="small", prompt="w1", max_tokens=390, stream=True, extra_body=PLAIN)
-        next(iter(running))
-        with pytest.raises(openai.RateLimitError) as full:
-            client.completions.create(model="small", prompt="w1", n=2)
-        assert full.value.code == "queue_full"
-        assert int(full.value.response.headers["retry-after"]) >= 1
-        assert served.engine.num_active == 1  # the one of the two that there was room for was not taken either
-        running.close()
         served.wait_until_idle()
 
 

@@ -26,12 +26,6 @@ DELTA = "response.output_text.delta"
 
 
 @pytest.fixture(scope="module")
-def client(fake_served):
-    with client_of(fake_served) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def chat_served(demo_bundle):
     def load():
         engine = SpecEngine.load(demo_bundle, max_num_seqs=2, num_threads=1, spin=False)
@@ -98,12 +92,6 @@ def test_an_answer_that_ends_is_completed(client, fake_served):
     assert without_times(answer.to_dict())["output"][0]["status"] == "completed"
 
 
-def test_an_answer_can_be_sent_back(client):
-    first = create(client, max_output_tokens=3, **LOGPROBS)
-    again = create(client, input=[*INPUT, *first.output, {"role": "user", "content": "w1"}], max_output_tokens=3)
-    assert again.usage.input_tokens == 4 + 3 + 1
-
-
 @pytest.mark.parametrize("extra", [{}, LOGPROBS | {"speculative": {"token_origins": True}}], ids=str)
 def test_a_stream_tells_what_the_whole_answer_tells(client, fake_served, extra):
     body = {"input": INPUT, "seed": 4, "max_output_tokens": 20} | extra
@@ -142,14 +130,6 @@ def test_log_probabilities_are_those_of_chats(client):
     assert create(client, max_output_tokens=2).output[0].content[0].logprobs == []
 
 
-def test_the_clients_own_stream_follows(client, fake_served):
-    with client.responses.stream(model="fake", input="w1 w2", temperature=0, max_output_tokens=20) as stream:
-        texts = [event.snapshot for event in stream if event.type == DELTA]
-    wanted = alone(fake_served, "w1 w2", temperature=0, max_tokens=20).text
-    assert texts[-1] == wanted
-    assert all(wanted.startswith(text) for text in texts)
-
-
 class Person(BaseModel):
     name: str
     age: int
@@ -177,52 +157,6 @@ def test_an_answer_is_parsed(chat_served):
         assert loose.output_text.startswith("{")
         extra = {"structured_outputs": {"choice": ["red", "green"]}}
         assert client.responses.create(**common | {"extra_body": extra}).output_text in ("red", "green")
-
-
-REFUSED = [
-    ({"max_tokens": 5}, "max_tokens", "unknown_parameter"),
-    ({"input": []}, "input", "invalid_value"),
-    ({"input": 5}, "input", "invalid_type"),
-    ({"input": [{"role": "user"}]}, "input[0].content", "missing_required_parameter"),
-    ({"input": [{"role": "tool", "content": "w1"}]}, "input[0].role", "invalid_value"),
-    ({"input": [{"role": "user", "content": "w1", "x": 1}]}, "input[0].x", "unknown_parameter"),
-    ({"input": [*INPUT, {"type": "item_reference", "id": "a"}]}, "input[3].type", None),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", None),
-    ({"input": [{"role": "user", "content": [{"type": "text", "text": "w1"}]}]}, "input[0].content[0].type", None),
-    ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
-    ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
-    ({"prompt": {"id": "p"}}, "prompt", "unsupported_parameter"),
-    ({"background": True}, "background", "unsupported_parameter"),
-    ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
-    ({"tools": [{"type": "function", "name": "f"}]}, "tools", "unsupported_parameter"),  # by the chat template
-    ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_parameter"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
-    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
-    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "missing_required_parameter"),
-    ({"text": {"format": FORMAT | {"name": "a b"}}}, "text.format.name", "invalid_value"),
-    ({"text": {"format": FORMAT | {"schema": {"type": "string"}}}}, "text.format.schema", "invalid_value"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unknown_parameter"),
-    ({"include": ["file_search_call.results"]}, "include[0]", "invalid_value"),
-    ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
-    ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "invalid_value"),
-    ({"metadata": {"a": "x" * 513}}, "metadata.a", "invalid_value"),
-    ({"metadata": {"a" * 65: "x"}}, "metadata." + "a" * 65, "invalid_value"),
-    ({"metadata": {"a": 1}}, "metadata.a", "invalid_type"),
-    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", None),
-]
-
-
-@pytest.mark.parametrize(("body", "param", "code"), REFUSED, ids=lambda value: str(value)[:60])
-def test_what_cannot_be_held_is_named(fake_served, body, param, code):
-    answer = patience.post(fake_served.url + PATH, json={"input": "w1"} | body)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["param"] == param
-    assert error["code"] == (code or error["code"])
-    assert error["message"].count(param.split(".")[0].split("[")[0])
-    for name in ("messages", "response_format", "max_completion_tokens"):
-        assert name in body or name not in error["message"]
 
 
 def test_a_stream_that_fails_says_so():

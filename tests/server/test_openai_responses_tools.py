@@ -9,7 +9,7 @@ from openai import pydantic_function_tool
 from specexport_runtime.server.responses_schema import ResponseAnswer
 from tests.support.cases import patience
 from tests.support.servers.odd_bodies import check_odd_bodies
-from tests.support.servers.tool_servers import ARGUMENTS, CITY, THOUGHT, Weather, tool_clients
+from tests.support.servers.tool_servers import ARGUMENTS, CITY, THOUGHT, Weather
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -26,12 +26,6 @@ REASONING = ("reasoning", "hm, {let me see}")
 USER, WELL = ({"role": "user", "content": content} for content in ("x", "Well."))
 CALLED = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
 RETURNED = {"type": "function_call_output", "call_id": "a", "output": "rain"}
-
-
-@pytest.fixture(scope="module")
-def clients():
-    with tool_clients() as clients:
-        yield clients
 
 
 def create(client, answer, **more):

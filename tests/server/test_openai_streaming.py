@@ -1,24 +1,17 @@
 """Streams with the official client, and what is on the wire."""
 
-import asyncio
 import json
 
 import pytest
 
 from specexport_runtime.server.config import ServerConfig
 from tests.support.cases import patience
-from tests.support.servers.openai_help import alone, async_client_of, client_of
+from tests.support.servers.openai_help import client_of
 from tests.support.servers.serving import Served, fake_engine
 from tests.support.servers.stepper import Stepper
 
 MESSAGES = [{"role": "user", "content": "w1 w2"}]
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-
-
-@pytest.fixture(scope="module")
-def client(fake_served):
-    with client_of(fake_served) as client:
-        yield client
 
 
 def texts_of(chunks, count):
@@ -81,13 +74,6 @@ def test_text_comes_while_it_is_made():
         stepper.finish()
 
 
-def test_half_characters_are_never_sent(demo_served):
-    prompt, params = "# 日本語 é ü 🙂\nx = '日本", {"max_tokens": 60, "temperature": 1.3, "seed": 2}
-    with client_of(demo_served) as client:
-        chunks = list(client.completions.create(model="demo", prompt=prompt, stream=True, **params))
-    assert texts_of(chunks, 1) == [alone(demo_served, prompt, **params).text]
-
-
 def test_origins_of_tokens(client):
     extra = {"speculative": {"token_origins": True}}
     params = {"model": "fake", "messages": MESSAGES, "seed": 4, "max_tokens": 40, "extra_body": extra}
@@ -116,22 +102,6 @@ def test_what_is_on_the_wire(fake_served, chat):
         assert "\n" not in event
         choice = json.loads(event[6:])["choices"][0]
         assert set(choice) == {"index", "delta" if chat else "text", "logprobs", "finish_reason"}
-
-
-def test_eight_streams_at_a_time_are_each_as_alone(demo_served):
-    async def ask(client, i):
-        stream = await client.completions.create(
-            model="demo", prompt=f"def f{i}(", max_tokens=24 + i, seed=i, stream=True
-        )
-        return "".join([chunk.choices[0].text async for chunk in stream])
-
-    async def ask_all():
-        async with async_client_of(demo_served) as client:
-            return await asyncio.gather(*(ask(client, i) for i in range(8)))
-
-    texts = asyncio.run(ask_all())
-    demo_served.wait_until_idle()
-    assert texts == [alone(demo_served, f"def f{i}(", max_tokens=24 + i, seed=i).text for i in range(8)]
 
 
 def test_choices_interleave():

@@ -8,7 +8,7 @@ from openai import LengthFinishReasonError, pydantic_function_tool
 from tests.support.cases import patience
 from tests.support.fakes.chat_fakes import MARKERS
 from tests.support.servers.odd_bodies import check_odd_bodies
-from tests.support.servers.tool_servers import ARGUMENTS, CITY, THOUGHT, Weather, tool_clients
+from tests.support.servers.tool_servers import ARGUMENTS, CITY, THOUGHT, Weather
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -31,12 +31,6 @@ TWO = {
     "mistral named": f"{CALLS['mistral named']}[TOOL_CALLS]stop[ARGS]{{}}",
     "json": f'[{CALLS["json"]}, {{"name": "stop", "arguments": {{}}}}]',
 }
-
-
-@pytest.fixture(scope="module")
-def clients():
-    with tool_clients() as clients:
-        yield clients
 
 
 def said(client, answer, **more):

@@ -13,7 +13,7 @@ from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage
-from specexport_runtime.requests.request import Request
+from specexport_runtime.requests.request import DraftPlan, Request
 from specexport_runtime.sampling.params import SamplingParams
 
 
@@ -130,10 +130,10 @@ def decode(
         if rate is not None:
             forced = ForcedDrafter(inner, dict(enumerate(continuations)), rate, target.vocab_size)
             drafters["draft-model"] = forced
-    plan = (DraftStage("draft-model", lookahead),) if drafters else ()
+    plan = DraftPlan((DraftStage("draft-model", lookahead),) if drafters else ())
     params = SamplingParams(**{"temperature": 0.0, **(sampling or {})}, max_tokens=num_tokens, ignore_eos=True)
     sequences = [
-        Request(i, prompt, params, vocab_size=target.vocab_size, max_model_len=10**9, draft_plan=plan, seed=i)
+        Request(i, prompt, params, vocab_size=target.vocab_size, max_model_len=10**9, seed=i, plan=plan)
         for i, prompt in enumerate(prompts)
     ]
     decoder = Decoder(ModelRunner(target), ChainDrafter(drafters), max_num_seqs=len(prompts))

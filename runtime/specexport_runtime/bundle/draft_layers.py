@@ -11,7 +11,7 @@ from specexport_runtime.abi import MLP, Size
 from specexport_runtime.bundle.entry import MAX_LOOKAHEAD, LayerNumber, ModelEntry, Ratio
 from specexport_runtime.bundle.manifest import Manifest
 from specexport_runtime.errors import BundleError
-from specexport_runtime.records import from_json, whole
+from specexport_runtime.schema import from_json, whole
 
 DRAFT_LAYERS_NAME = "draft_layers.json"
 

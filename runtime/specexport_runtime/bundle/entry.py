@@ -1,4 +1,4 @@
-"""One model in a bundle's manifest: checkpoint, sizes, and engines. A field's type is its rule (``records``)."""
+"""One model in a bundle's manifest: checkpoint, sizes, and engines. A field's type is its rule (``schema``)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from specexport_runtime.abi import CACHE_BYTES, ITEM_BYTES, PARENTS, GateKind, LayerGeometry, Size, StateGeometry
 from specexport_runtime.bundle.profiles import Profile
-from specexport_runtime.records import InnerPath, number, one_of, whole
+from specexport_runtime.schema import InnerPath, number, one_of, whole
 
 MAX_LOOKAHEAD = 64
 MAX_MODEL_LEN = 1 << 24

@@ -1,6 +1,6 @@
 """Bundle metadata: ``manifest.json``, reading it, and refusing what does not fit.
 
-Compiler and runtime use these classes: a field's type is its rule (``specexport_runtime.records``).
+Compiler and runtime use these classes: a field's type is its rule (``specexport_runtime.schema``).
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from specexport_runtime.bundle.entry import (
 )
 from specexport_runtime.bundle.files import FileEntry, file_fault
 from specexport_runtime.errors import BundleError, IncompatibleError
-from specexport_runtime.records import InnerPath, MisfitError, from_json, map_paths, one_of, to_json, whole
+from specexport_runtime.schema import InnerPath, MisfitError, from_json, map_paths, one_of, to_json, whole
 
 SCHEMA_VERSION = 16
 MANIFEST_NAME = "manifest.json"

@@ -98,7 +98,7 @@ def chat(
     bundle = find_bundle(bundle)
     _check_template(bundle, session_options)
     from specexport_runtime.engine import SpecEngine
-    from specexport_runtime.watch.never_accepted import NeverAccepted
+    from specexport_runtime.telemetry.never_accepted import NeverAccepted
 
     notes: list[str] = []
     with closing(SpecEngine.load(bundle, engine_options, max_num_seqs=1, share_threads=True)) as engine:

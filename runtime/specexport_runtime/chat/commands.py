@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from specexport_runtime.chat.session import Session, describe_tallies
+from specexport_runtime.chat.session import Session, describe_answers
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.cli.options import OFF
 from specexport_runtime.cli.prompts import read_text
@@ -78,10 +78,10 @@ class Commands:
 
     def _stats(self, _: str) -> None:
         session = self._session
-        if session.last is None:
-            session.note("nothing was answered yet")
+        if session.answers:
+            click.echo(describe_answers(session.answers), err=True)
         else:
-            click.echo(describe_tallies(session.last, session.total), err=True)
+            session.note("nothing was answered yet")
 
     def _undo(self, _: str) -> None:
         session = self._session

@@ -1,7 +1,8 @@
 """A conversation that goes on: what is said, what came back (streamed, and ended early by Ctrl-C), what it cost."""
 
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
@@ -29,62 +30,32 @@ _LOOK_S = 0.5
 """A signal that comes just before a wait begins does not end it: so often Python gets to look for one."""
 
 
-@dataclass(frozen=True)
-class Tally:
-    """Counters of answers."""
-
-    answers: int = 0
-    prompt: int = 0  # tokens of the prompts
-    cached: int = 0  # prompt tokens that were not read again
-    generated: int = 0  # tokens
-    rounds: int = 0  # target steps that gave tokens
-    drafted: int = 0  # draft tokens that were tested
-    accepted: int = 0  # draft tokens that passed
-    seconds: float = 0.0  # prompts included
-    first_token: float = 0.0  # seconds to the first tokens
-
-    @classmethod
-    def of(cls, stats: "RequestStats") -> "Tally":
-        """The tally of one answer that has ended."""
-        return cls(
-            answers=1,
-            prompt=stats.num_prompt_tokens,
-            cached=stats.cached_tokens or 0,
-            generated=stats.num_generated_tokens,
-            rounds=stats.rounds,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            seconds=(stats.end_time or stats.start_time) - stats.start_time,
-            first_token=stats.time_to_first_token_s or 0.0,
-        )
-
-    def __add__(self, other: "Tally") -> "Tally":
-        """Both together."""
-        return Tally(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
-
-
-def describe_tallies(last: Tally, total: Tally) -> str:
+def describe_answers(answers: "Sequence[RequestStats]") -> str:
     """A table of the last answer and of all."""
-    lines = [("", "last answer", f"all {total.answers}")]
-    lines += [(name, one, both) for (name, one), (_, both) in zip(_rows(last), _rows(total), strict=True)]
+    lines = [("", "last answer", f"all {len(answers)}")]
+    lines += [(name, one, both) for (name, one), (_, both) in zip(_rows(answers[-1:]), _rows(answers), strict=True)]
     return "\n".join(f"{name:<32}{one:>12}{both:>12}" for name, one, both in lines)
 
 
-def _rows(tally: Tally) -> list[tuple[str, str]]:
+def _rows(answers: "Sequence[RequestStats]") -> list[tuple[str, str]]:
+    def total(name: str) -> float:
+        return sum(getattr(each, name) or 0 for each in answers)
+
     def ratio(top: float, bottom: float, form: str) -> str:
         return format(top / bottom, form) if bottom else "-"
 
-    decode = tally.seconds - tally.first_token
+    generated, first_token = total("num_generated_tokens"), total("time_to_first_token_s")
+    seconds = sum((each.end_time or each.start_time) - each.start_time for each in answers)
     return [
-        ("prompt tokens", str(tally.prompt)),
-        ("  of these known from before", str(tally.cached)),
-        ("generated tokens", str(tally.generated)),
-        ("tokens/s, prompt included", ratio(tally.generated, tally.seconds, ".1f")),
+        ("prompt tokens", str(total("num_prompt_tokens"))),
+        ("  of these known from before", str(total("cached_tokens"))),
+        ("generated tokens", str(generated)),
+        ("tokens/s, prompt included", ratio(generated, seconds, ".1f")),
         # The first token of each answer comes with its prompt.
-        ("tokens/s, behind the first", ratio(tally.generated - tally.answers, decode, ".1f")),
-        ("seconds to the first token", ratio(tally.first_token, tally.answers, ".3f")),
-        ("acceptance rate", ratio(tally.accepted, tally.drafted, ".3f")),
-        ("tokens a round", ratio(tally.generated, tally.rounds, ".2f")),
+        ("tokens/s, behind the first", ratio(generated - len(answers), seconds - first_token, ".1f")),
+        ("seconds to the first token", ratio(first_token, len(answers), ".3f")),
+        ("acceptance rate", ratio(total("accepted"), total("drafted"), ".3f")),
+        ("tokens a round", ratio(generated, total("rounds"), ".2f")),
     ]
 
 
@@ -108,8 +79,7 @@ class Session:
         self._engine, self._options, self._slips = engine, options, slips
         self.conversation = self._open([])
         self.unsent: str | None = None  # a message that has no answer, for ``/retry``; None if the last one has
-        self.last: Tally | None = None  # what the last answer cost; None before the first
-        self.total = Tally()  # what all answers cost
+        self.answers: list[RequestStats] = []  # what each cost
 
     @property
     def limit(self) -> int:
@@ -188,12 +158,12 @@ class Session:
         if result.token_ids:
             conversation.answer(result.text, result.token_ids, result.finish_reason)
             self.conversation, self.unsent = conversation, None
-        self.last = Tally.of(result.stats)
-        self.total += self.last
+        self.answers.append(result.stats)
         self._note_end(result)
         if options.stats:
             print_stats(result.stats.to_json())
-            self.note(f"prompt {self.last.prompt} tokens, of these {self.last.cached} known from before")
+            known = result.stats.cached_tokens or 0
+            self.note(f"prompt {result.stats.num_prompt_tokens} tokens, of these {known} known from before")
 
     def note(self, text: str) -> None:
         """Say something that is no answer, on standard error."""

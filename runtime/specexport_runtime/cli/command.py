@@ -124,7 +124,7 @@ def generate(
         )
     rows = min(engine_options.max_num_seqs or load_manifest(bundle).default_num_seqs, max(len(items), 1))
     from specexport_runtime.engine import SpecEngine
-    from specexport_runtime.watch.never_accepted import NeverAccepted
+    from specexport_runtime.telemetry.never_accepted import NeverAccepted
 
     notes: list[str] = []
     with closing(SpecEngine.load(bundle, engine_options, max_num_seqs=rows, share_threads=True)) as engine:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +12,27 @@ from specexport_runtime.cli.grouped import GroupedCommand, under
 from specexport_runtime.cli.options import NumberOr, engine_flags, find_bundle, take_engine_options
 from specexport_runtime.engine_options import Use
 from specexport_runtime.errors import MissingDependencyError, pip_install
-from specexport_runtime.intake.chat_dialect import REASONING_PARSERS
 from specexport_runtime.intake.speculative_config import METHODS
-from specexport_runtime.intake.tool_formats.families import PARSERS
-from specexport_runtime.server.config import LOG_FORMATS, SCHEDULING_POLICIES, ServerConfig, check_key, read_keys
+from specexport_runtime.server.config import ServerConfig, check_key, flag_of, read_keys
 
 KEY_VARIABLE = "SPECEXPORT_API_KEY"
 """The names of drafters that ``generate`` has, and those of ``speculative_config``."""
 _EXTRA = {"fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client"}
 
 
-def _setting(flag: str, field: str, text: str, **more: Any) -> Callable[[Any], Any]:
-    """An option for a field of ``ServerConfig``, with its default."""
-    default = getattr(ServerConfig, field)
-    more = {"type": type(default), "default": default, "show_default": True} | more
-    return click.option(flag, field, help=text, **more)
+def _settings(heading: str) -> list[Callable[[Any], Any]]:
+    """An option for each field of ``ServerConfig`` of a heading."""
+    found = []
+    for each in fields(ServerConfig):
+        if each.metadata.get("heading") == heading:
+            flag, choices, text = flag_of(each.name), each.metadata["choices"], each.metadata["text"]
+            flag = f"{flag}/--no-{flag[2:]}" if isinstance(each.default, bool) else flag
+            kind = click.Choice(choices) if choices else int if each.default is None else type(each.default)
+            found.append(click.option(flag, each.name, type=kind, default=each.default, show_default=True, help=text))
+    return found
 
 
-_ADDRESS = (
-    _setting("--host", "host", "Address to bind to; other machines than this one need --api-key or --insecure."),
-    _setting("--port", "port", "TCP port; 0 takes a free one."),
-    click.option("--model-name", help="Name of the model for clients.  [default: the bundle folder's name]"),
-)
+_NAME = click.option("--model-name", help="Name of the model for clients.  [default: the bundle folder's name]")
 _KEYS = (
     click.option(
         "--api-key",
@@ -52,60 +51,6 @@ _KEYS = (
         metavar="NAME",
         help="Name that the Host header may have besides localhost. Repeatable. Only looked at without a key.",
     ),
-)
-_LIMITS = (
-    _setting("--max-body-bytes", "max_body_bytes", "Largest request body."),
-    _setting("--max-prompts", "max_prompts", "Most prompts of a request."),
-    _setting("--max-n", "max_n", "Most choices of a prompt."),
-    click.option("--max-prompt-tokens", type=int, help="Longest prompt.  [default: what the engine takes]"),
-    click.option("--max-tokens", type=int, help="Most tokens of a choice.  [default: what the engine takes]"),
-    _setting("--max-waiting", "max_waiting", "Most sequences that wait for a cache row; more are refused with 429."),
-    click.option(
-        "--max-requests-per-key",
-        type=int,
-        help="Most sequences of one key, running or waiting; more are refused with 429.  [default: with several keys, "
-        "all but a quarter of the places in the queue]",
-    ),
-    _setting(
-        "--max-connections",
-        "max_connections",
-        "Most connections. One more closes the one that rests, or sends its head, for the longest; else it gets 503.",
-    ),
-    _setting(
-        "--keep-alive-timeout",
-        "keep_alive_timeout_s",
-        "Seconds that a connection may rest between requests; give more than the proxy in front keeps its own.",
-    ),
-    _setting("--request-timeout", "request_timeout_s", "Seconds that a request may take, waiting included."),
-    _setting("--body-timeout", "body_timeout_s", "Seconds that a client may take to send its body."),
-    _setting("--drain-timeout", "drain_timeout_s", "Seconds that requests may go on after SIGTERM."),
-    _setting("--stuck-after", "stuck_after_s", "Seconds without a round, while requests run, until it counts as dead."),
-)
-_PACE = (
-    _setting(
-        "--scheduling-policy",
-        "scheduling_policy",
-        "priority: requests may have one, and lower ones go first. fcfs: they may not. Keys take turns with both.",
-        type=click.Choice(SCHEDULING_POLICIES),
-    ),
-)
-_CHAT = (
-    _setting(
-        "--tool-call-parser",
-        "tool_call_parser",
-        "Format of calls of tools; auto finds it in the chat template, json tells of tools in a system message.",
-        type=click.Choice(PARSERS),
-    ),
-    _setting(
-        "--reasoning-parser",
-        "reasoning_parser",
-        "auto: what a model thinks comes as reasoning_content. none: it stays in the text.",
-        type=click.Choice(REASONING_PARSERS),
-    ),
-)
-_LOOK = (
-    _setting("--log-format", "log_format", "Log lines as text or JSON.", type=click.Choice(LOG_FORMATS)),
-    _setting("--playground/--no-playground", "playground", "Serve a page to try the model at /."),
 )
 _DRAFTING = (
     click.option(
@@ -130,10 +75,10 @@ _DRAFTING = (
     "log_format",
 )
 @click.argument("bundle", type=click.Path(path_type=Path))
-@under("Server", *_ADDRESS, *_LOOK)
+@under("Server", *_settings("Server"), _NAME)
 @under("Access", *_KEYS)
-@under("Limits", *_LIMITS, *_PACE)
-@under("Text", *_CHAT)
+@under("Limits", *_settings("Limits"))
+@under("Text", *_settings("Text"))
 @under("Drafting", *_DRAFTING)
 @engine_flags(Use.ANY, Use.BATCH, Use.SERVER)
 def serve(

@@ -35,8 +35,8 @@ from specexport_runtime.requests.stats import PaddingStats, PhaseTimes
 from specexport_runtime.sampling.accept import Verdict
 from specexport_runtime.sampling.grammar import MaskAhead
 from specexport_runtime.sampling.logprobs import logprobs_of
-from specexport_runtime.watch.observe import EngineLoad, Observers, RoundRecord
-from specexport_runtime.watch.trace import RoundTracer
+from specexport_runtime.telemetry.observers import EngineLoad, Observers, RoundRecord
+from specexport_runtime.telemetry.round_log import RoundTracer
 
 __all__ = ["Decoder", "RoundEvent"]
 _ROW = attrgetter("row")

@@ -25,7 +25,7 @@ from specexport_runtime.errors import (
 )
 from specexport_runtime.requests.request import NO_ROW
 from specexport_runtime.requests.stats import PaddingStats, PhaseTimes
-from specexport_runtime.watch.observe import EngineLoad
+from specexport_runtime.telemetry.observers import EngineLoad
 
 THREAD_NAME = "specexport-decode"
 MOST_FAILURES = 3

@@ -32,7 +32,7 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Int64Array
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.request import NO_ROW, Request
-from specexport_runtime.watch.observe import EngineLoad
+from specexport_runtime.telemetry.observers import EngineLoad
 
 
 class Slots:

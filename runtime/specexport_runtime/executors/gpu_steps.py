@@ -1,26 +1,51 @@
 """What executors on a GPU share, whatever the engine: steps by what is wanted of them, and rows that stay there."""
 
 import logging
+import time
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.base import EngineRequest, Int64Array, StepOutput, Want
 from specexport_runtime.executors.device_rows import RowSampler
 from specexport_runtime.executors.features import WithFeatures
+from specexport_runtime.executors.gpu import GpuDriver
+from specexport_runtime.executors.gpu_memory import GpuFeatures, HostOutput
 from specexport_runtime.executors.logit_rows import LogitRows, NumpyRows
 from specexport_runtime.executors.row_kernels import RowAsk
 
 _log = logging.getLogger(__name__)
 
 
+class Issued(NamedTuple):
+    """A step on the stream: what it is, and where its results lie on the device until the next one."""
+
+    placed: Any  # of the executor
+    shape: StepShape  # as the engine sees it
+    rows: int  # of logits
+    tokens: slice | Int64Array  # where its tokens stand among those of ``shape``
+    ids: HostOutput  # takes its token ids
+    logits: int
+    token_ids: int
+    features: int = 0
+
+
 class GpuSteps(WithFeatures):
     """An executor whose steps may wait for none before them, with what draws from their rows."""
 
+    driver: GpuDriver
     rows: RowSampler | None = None  # None where the driver runs no kernels
-    _chain: list[Any]  # steps that were not collected
-    _asked: list[Sequence[RowAsk]]  # of the steps of a chain
+    _features: GpuFeatures
+    _logits: HostOutput
+
+    def _begin(self, driver: GpuDriver, rows: RowSampler | None) -> None:
+        """Set up what steps need."""
+        self.driver, self.rows, self.keeps_rows = driver, rows, rows is not None
+        self._chain: list[Issued] = []  # steps that were not collected
+        self._asked: list[Sequence[RowAsk]] = []  # of these
 
     def reserve_rows(self, request: EngineRequest) -> None:
         """Take the memory with which rounds draw from rows; where the GPU has not so much, the host draws."""
@@ -36,8 +61,53 @@ class GpuSteps(WithFeatures):
             _log.warning("tokens are drawn on the host: %s", error)
 
     @abstractmethod
+    def _issue(self, number: int | None, *, fed: bool) -> Issued:
+        """Put the prepared step on the stream, as the ``number``-th of a chain or alone; ``fed`` by the one before."""
+
+    def _done(self, steps: Sequence[Issued]) -> None:
+        """Called when the results of steps are here, and nothing runs."""
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.engine_seconds += time.perf_counter() - start
+
     def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
         """Run the prepared step: logits or token ids."""
+        self._end_chain()
+        with self._timed():
+            step = self._issue(None, fed=False)
+            output = self._logits if with_logits else step.ids
+            output.fetch(step.logits if with_logits else step.token_ids, step.rows)
+            if self.rows is not None and asks:
+                self.rows.put(asks, step.logits)
+            self._features.copy_out(step.shape, step.features)
+            self.driver.synchronize()
+        self._bound = self._features.bound(step.tokens, step.rows)
+        self._done([step])
+        return output.array[: step.rows]
+
+    def enqueue(self, *, fed: bool, asks: Sequence[RowAsk] = ()) -> None:
+        """See ``Executor.enqueue``."""
+        if not fed:
+            self._end_chain()
+        number = len(self._chain)
+        with self._timed():
+            step = self._issue(number, fed=fed)
+            if self.rows is not None and asks:
+                self.rows.put(asks, step.logits, token_ids=step.token_ids, step=number)
+            step.ids.fetch(step.token_ids, step.rows)
+        self._chain.append(step)
+        self._asked = [*self._asked[:number], asks]
+
+    def _collect(self) -> list[Int64Array]:
+        """Wait for the steps of a chain: token ids [R] of each, as ``execute`` gives them."""
+        chain, self._chain = self._chain, []
+        with self._timed():
+            self.driver.synchronize()
+        self._done(chain)
+        return [step.ids.array[: step.rows] for step in chain]
 
     def execute(self, want: Want = "logits") -> StepOutput:
         """Run the prepared step; SpecexportError if the GPU or the engine failed. See ``Executor.execute``."""
@@ -48,10 +118,6 @@ class GpuSteps(WithFeatures):
         if not (asks and self.keeps_rows) or self.rows is None or self.head is not None:
             return super().execute_rows(asks)
         return self.rows.collect(asks, self._execute(with_logits=False, asks=asks))
-
-    @abstractmethod
-    def _collect(self) -> list[Int64Array]:
-        """Wait for the steps of a chain: token ids [R] of each, as ``execute`` gives them."""
 
     def collect(self) -> list[LogitRows]:
         """See ``Executor.collect``."""

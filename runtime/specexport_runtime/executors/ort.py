@@ -43,7 +43,7 @@ from specexport_runtime.executors.host_rows import WithHostRows
 from specexport_runtime.executors.logit_rows import argmax_ids
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK, ArenaRows
 from specexport_runtime.executors.ort_features import OrtFeatures
-from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates
+from specexport_runtime.executors.ort_gates import GatedByInputs
 from specexport_runtime.executors.ort_session import OrtGraph, join_threads, open_graph
 from specexport_runtime.machine import available_cores
 
@@ -107,7 +107,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures, WithHostRows):
         self._graph = open_graph(path, entry, names, num_threads=threads, spin=spin)
         self.gate_kinds = engine.gates.kinds
         self.num_gates = len(self.gate_kinds) if unpad_kv else 0  # a padded-KV graph never has gates
-        self._gates = OrtGates(self._graph.session, self.num_gates, path)
+        self.open_gates(self._graph.session, path)
         self._features: OrtFeatures = OrtFeatures(self._graph.session, engine.feature_size if unpad_kv else 0, path)
         self._tell_features(self._features)
         self.num_adapters = len(entry.chosen_adapters)
@@ -128,7 +128,6 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures, WithHostRows):
         self._bindings: OrderedDict[tuple[StepShape, bool, bool], _Binding] = OrderedDict()
         self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
         self._current: _Binding | None = None
-        self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
         self.attach_library()
 
     def lend(self, layers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
@@ -147,7 +146,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures, WithHostRows):
 
     def prepare(self, shape: StepShape) -> StepBuffers:
         """Bind ``shape`` (or find its binding) and return the arrays to fill. See ``Executor.prepare``."""
-        key = (shape, self._gates.wanted, self._features.wanted)
+        key = (shape, bool(self._measures[0]), self._features.wanted)
         binding = self._bindings.get(key)
         if binding is None:
             binding = self._bind(*key)
@@ -234,7 +233,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures, WithHostRows):
         io.bind_output(LOGITS.name, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         features = self._features.bind(io, shape, featured)
         buffers = StepBuffers(**arrays, token_features=features.read)
-        similarity = self._gates.bind(io, shape, measured)
+        similarity = self.bind_gates(io, shape, measured)
         binding = _Binding(shape, graph.session, io, buffers, logits, similarity, features)
         self._bindings[shape, measured, featured] = binding
         return binding

@@ -7,10 +7,9 @@ says which blocks each row of the step has. So the whole arena is bound once and
 """
 
 import os
-import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,12 +37,11 @@ from specexport_runtime.executors.base import (
     Float32Array,
     Int64Array,
     StepBuffers,
-    StepOutput,
 )
 from specexport_runtime.executors.device_rows import open_sampler
 from specexport_runtime.executors.gpu import MEMORY_HINT, GpuDriver
 from specexport_runtime.executors.gpu_memory import ID_BYTES, GpuFeatures, HostOutput, lay_out
-from specexport_runtime.executors.gpu_steps import GpuSteps
+from specexport_runtime.executors.gpu_steps import GpuSteps, Issued
 from specexport_runtime.executors.ort_cuda_graphs import SPLIT_BOUND, StepGraphs, say_graphs_are_off
 from specexport_runtime.executors.ort_cuda_memory import INPUTS, HostStep, StepLayout, StepMemory
 from specexport_runtime.executors.ort_cuda_session import (
@@ -54,7 +52,7 @@ from specexport_runtime.executors.ort_cuda_session import (
     reason_of,
 )
 from specexport_runtime.executors.ort_features import feature_shapes
-from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates, is_gate
+from specexport_runtime.executors.ort_gates import GatedByInputs, is_gate
 from specexport_runtime.executors.paged import (
     ATTENTION_METADATA,
     BLOCK_ENTRIES,
@@ -65,7 +63,6 @@ from specexport_runtime.executors.paged import (
     token_row_shapes,
     token_rows,
 )
-from specexport_runtime.executors.row_kernels import RowAsk
 from specexport_runtime.executors.warm_up import warm_up
 
 _CACHE_TYPES = {"float16": (10, "uint16"), "bfloat16": (16, "uint16")}
@@ -143,7 +140,6 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
         self._current: _Prepared | None = None
         self._last: _DeviceStep | None = None
         self._hosts: list[HostStep] = []
-        self._chain: list[int] = []  # rows of logits of each step that was not collected
         with ExitStack() as stack:
             stack.callback(driver.close)
             self._load(path, entry, cuda_graphs, stack)
@@ -166,8 +162,7 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
         self.gate_kinds = entry.engine.gates.kinds
         self.num_gates = len(self.gate_kinds)
         self.chains = not self.num_gates  # runs with gates wait
-        self._gates = OrtGates(self._session, self.num_gates, path, separate=True)
-        self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
+        self.open_gates(self._session, path, separate=True)
         size = entry.engine.feature_size
         self._features: GpuFeatures = GpuFeatures(feature_shapes(self._session), size, path, driver)
         self._tell_features(self._features)
@@ -192,9 +187,7 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
         self._logits = HostOutput(driver, (self.vocab_size,), "float32")
         for each in (self._memory, self._logits, self._features):
             stack.callback(each.close)
-        self._asked: list[Sequence[RowAsk]] = []  # of the steps of a chain
-        self.rows = open_sampler(driver, self.vocab_size, num_rows)
-        self.keeps_rows = self.rows is not None
+        self._begin(driver, open_sampler(driver, self.vocab_size, num_rows))
         if self.rows is not None:
             stack.callback(self.rows.close)
 
@@ -247,59 +240,28 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
         self._current = prepared
         return prepared.buffers
 
-    def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
-        prepared = self._prepared()
-        self._end_chain()
-        start = time.perf_counter()
-        host, size = self._host_step(0), prepared.size
-        output = self._logits if with_logits else host.ids
-        try:
-            step = self._run(prepared, host)
-            output.fetch(self.logits_address if with_logits else step.at[TOKEN_IDS.name], size.num_logit_rows)
-            if self.rows is not None and asks:
-                self.rows.put(asks, self.logits_address)
-            self._features.copy_out(size, step.at.get(self._features.output or "", 0))
-            self.driver.synchronize()
-        except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
-            raise self._failed(error) from error
-        self._bound = self._features.bound(slice(size.num_tokens), size.num_logit_rows)
-        self.engine_seconds += time.perf_counter() - start
-        self._similarity = step.similarity
-        return output.array[: size.num_logit_rows]
-
-    def enqueue(self, *, fed: bool, asks: Sequence[RowAsk] = ()) -> None:
-        """See ``Executor.enqueue``."""
-        prepared = self._prepared()
-        if not fed:
-            self._end_chain()
-        start = time.perf_counter()
-        host, rows = self._host_step(len(self._chain)), prepared.size.num_logit_rows
-        try:
-            step = self._run(prepared, host, self._last if fed else None)
-            if self.rows is not None and asks:
-                ids = step.at[TOKEN_IDS.name]
-                self.rows.put(asks, self.logits_address, token_ids=ids, step=len(self._chain))
-            host.ids.fetch(step.at[TOKEN_IDS.name], rows)
-        except Exception as error:  # as above
-            raise self._failed(error) from error
-        self._chain.append(rows)
-        self._asked = [*self._asked[: len(self._chain) - 1], asks]
-        self.engine_seconds += time.perf_counter() - start
-
-    def _collect(self) -> list[Int64Array]:
-        start = time.perf_counter()
-        rows, self._chain = self._chain, []
-        try:
-            self.driver.synchronize()
-        except Exception as error:  # as above
-            raise self._failed(error) from error
-        self.engine_seconds += time.perf_counter() - start
-        return [self._hosts[i].ids.array[:count] for i, count in enumerate(rows)]
-
-    def _prepared(self) -> _Prepared:
+    def _issue(self, number: int | None, *, fed: bool) -> Issued:
         if self._current is None:
             raise SpecexportError("execute() was called before prepare().")
-        return self._current
+        host, size = self._host_step(number or 0), self._current.size
+        step = self._run(self._current, host, self._last if fed else None)
+        features = step.at.get(self._features.output or "", 0)
+        ids, rows = step.at[TOKEN_IDS.name], size.num_logit_rows
+        return Issued(step, size, rows, slice(size.num_tokens), host.ids, self.logits_address, ids, features)
+
+    def _done(self, steps: Sequence[Issued]) -> None:
+        if steps:
+            self._similarity = steps[-1].placed.similarity
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        try:
+            with super()._timed():
+                yield
+        except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
+            if self._current is None or isinstance(error, IncompatibleError):  # a GPU without memory has said so
+                raise
+            raise self._failed(error) from error
 
     def _host_step(self, i: int) -> HostStep:
         """Pinned memory of the i-th step of a chain."""
@@ -310,8 +272,6 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
 
     def _failed(self, error: Exception) -> Exception:
         """What to raise for an error in the prepared step."""
-        if isinstance(error, IncompatibleError):  # a GPU without memory has said so
-            return error
         where = None if self._current is None else self._current.shape
         if is_out_of_memory(error):
             return IncompatibleError(f"the GPU has no memory left in {where}: {reason_of(error)}.", MEMORY_HINT)
@@ -415,7 +375,7 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
         self._last = self._session = None
 
     def _device_step(self, size: StepShape) -> _DeviceStep:
-        key = (size, self._gates.wanted)
+        key = (size, bool(self._measures[0]))
         step = self._steps.get(key)
         if step is not None:
             self._steps.move_to_end(key)
@@ -467,7 +427,7 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
         if (features := self._features.output) is not None:
             shape = (self._features.num_rows(size), self.feature_size)
             binding.bind_output(features, *_DEVICE, np.float32, shape, at[features])
-        similarity = self._gates.bind(binding, size, measured)
+        similarity = self.bind_gates(binding, size, measured)
         options = self._graphs.options(size)
         return _DeviceStep(binding, layout, at, metadata, options, size in self._graphs.sizes, similarity)
 

@@ -5,7 +5,6 @@ one copy back, one wait. What runs is decided by ``profiles``, where a step lies
 neither CUDA nor TensorRT: ``cuda_driver`` and ``trt_engine`` do, when an executor is made.
 """
 
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,12 +18,11 @@ from specexport_runtime.abi import INPUT_IDS, STEP_INPUTS, StepShape
 from specexport_runtime.bundle.entry import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import choose_profile
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array, StepBuffers, StepOutput
+from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array, StepBuffers
 from specexport_runtime.executors.device_rows import open_sampler
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.gpu_memory import ID_BYTES, HostBlock, HostOutput
-from specexport_runtime.executors.gpu_steps import GpuSteps
-from specexport_runtime.executors.row_kernels import RowAsk
+from specexport_runtime.executors.gpu_steps import GpuSteps, Issued
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
 from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts
@@ -98,12 +96,10 @@ class TrtExecutor(GpuSteps):
         ranged = [profile.num_tokens for _, profile in sizes.profiles if not profile.is_fixed]
         self.max_num_tokens = max(ranged or [profile.num_tokens for _, profile in sizes.profiles])
         self.graphs = self._parts.graphs
-        self._asked: list[Sequence[RowAsk]] = []  # of the steps of a chain
-        self.rows = open_sampler(driver, self.vocab_size, num_rows)
-        self.keeps_rows = self.rows is not None
+        self._begin(driver, open_sampler(driver, self.vocab_size, num_rows))
         engine, head = entry.engine, entry.draft_head
         self._sizes, self._names = sizes, engine.inputs
-        self._features = self._parts.features
+        self._features, self._logits = self._parts.features, self._parts.logits
         self._tell_features(self._features)
         self.num_draft_heads = 0 if head is None else head.num_draft_heads
         self._sees_ahead = head is not None and head.block_size is not None
@@ -113,7 +109,6 @@ class TrtExecutor(GpuSteps):
         self._steps: OrderedDict[StepShape, PlacedStep] = OrderedDict()
         self._current: PlacedStep | None = None
         self._hosts: list[tuple[HostBlock, HostOutput]] = []  # of the steps of a chain
-        self._chain: list[tuple[PlacedStep, int]] = []  # steps that were not collected, and their rows of logits
 
     @property
     def _read_size(self) -> int:
@@ -140,61 +135,26 @@ class TrtExecutor(GpuSteps):
             step.buffers = make_buffers(shape, self._read_size)
         return step.buffers
 
-    def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
-        self._end_chain()
-        step, buffers = self._prepared()
-        plan = self._plan(step, buffers)
-        self._gather(step, plan, buffers, step.block)
-        parts, output = self._parts, self._parts.logits if with_logits else self._parts.token_ids
-        rows = len(buffers.logit_rows)
-        start = time.perf_counter()
-        self._run(step, step.block)
-        output.fetch(parts.at.logits if with_logits else parts.at.token_ids, rows)
-        if self.rows is not None and asks:
-            self.rows.put(asks, parts.at.logits)
-        parts.features.copy_out(step.window.shape, parts.at.features)
-        parts.driver.synchronize()
-        self._bound = parts.features.bound(plan.tokens, rows)
-        self.engine_seconds += time.perf_counter() - start
-        self._record_new([step])
-        return output.array[:rows]
-
     chains = True
 
-    def enqueue(self, *, fed: bool, asks: Sequence[RowAsk] = ()) -> None:
-        """See ``Executor.enqueue``."""
-        if not fed:
-            self._end_chain()
-        step, buffers = self._prepared()
-        if len(self._chain) == len(self._hosts):
-            self._hosts.append(self._parts.make_host())
-        block, ids = self._hosts[len(self._chain)]
-        plan = self._plan(step, buffers)
-        self._gather(step, plan, buffers, block)
-        rows = len(buffers.logit_rows)
-        start = time.perf_counter()
-        self._run(step, block, plan if fed else None)
-        if self.rows is not None and asks:
-            at = self._parts.at
-            self.rows.put(asks, at.logits, token_ids=at.token_ids, step=len(self._chain))
-        ids.fetch(self._parts.at.token_ids, rows)
-        self.engine_seconds += time.perf_counter() - start
-        self._chain.append((step, rows))
-        self._asked = [*self._asked[: len(self._chain) - 1], asks]
-
-    def _collect(self) -> list[Int64Array]:
-        chain, self._chain = self._chain, []
-        start = time.perf_counter()
-        self._parts.driver.synchronize()
-        self.engine_seconds += time.perf_counter() - start
-        self._record_new([step for step, _ in chain])
-        return [ids.array[:rows] for (_, ids), (_, rows) in zip(self._hosts, chain, strict=False)]
-
-    def _prepared(self) -> tuple[PlacedStep, StepBuffers]:
-        step = self._current
+    def _issue(self, number: int | None, *, fed: bool) -> Issued:
+        step, parts = self._current, self._parts
         if step is None or step.buffers is None:
             raise SpecexportError("execute() was called before prepare().")
-        return step, step.buffers
+        if number == len(self._hosts):
+            self._hosts.append(parts.make_host())
+        block, ids = (step.block, parts.token_ids) if number is None else self._hosts[number]
+        plan = self._plan(step, step.buffers)
+        self._gather(step, plan, step.buffers, block)
+        self._run(step, block, plan if fed else None)
+        rows, at = len(step.buffers.logit_rows), parts.at
+        return Issued(step, step.window.shape, rows, plan.tokens, ids, at.logits, at.token_ids, at.features)
+
+    def _done(self, steps: Sequence[Issued]) -> None:
+        """Record steps that ran for the first time."""
+        for step in steps:
+            if self.graphs.enabled and step.placed.window.fill != "ranged":
+                self._record(step.placed)
 
     def capture(self, shapes: list[StepShape]) -> None:
         """Record the steps of ``shapes`` that run in fixed profiles, the largest first; each runs once beforehand."""
@@ -298,12 +258,6 @@ class TrtExecutor(GpuSteps):
     def _bind(self, step: PlacedStep) -> EngineContext:
         is_fixed = step.window.fill != "ranged"
         return self._parts.contexts.bind(step.profile, step.window.shape, step.tensors, is_fixed=is_fixed)
-
-    def _record_new(self, steps: Sequence[PlacedStep]) -> None:
-        """Record steps that ran for the first time, after their results are here: nothing runs meanwhile."""
-        for step in steps:
-            if self.graphs.enabled and step.window.fill != "ranged":
-                self._record(step)
 
     def _record(self, step: PlacedStep) -> None:
         key = GraphKey(step.profile, step.window.shape.first_row)

@@ -17,11 +17,11 @@ from specexport_runtime.intake.checks import (
     check_token_ids,
     check_token_range,
 )
-from specexport_runtime.intake.drafting import Abilities, DraftDefaults, DraftPlan, RequestOptions, resolve_draft_plan
+from specexport_runtime.intake.drafting import Abilities, DraftDefaults, RequestOptions, resolve_draft_plan
 from specexport_runtime.intake.grammars import GrammarCompiler
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
-from specexport_runtime.requests.request import Request
+from specexport_runtime.requests.request import Delivery, DraftPlan, Request
 from specexport_runtime.requests.results import Prompt
 from specexport_runtime.requests.text import TextStream
 from specexport_runtime.requests.token_bytes import ids_of
@@ -114,22 +114,23 @@ class RequestBuilder:
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
             text=TextStream(self.tokenizer, params, hidden, ids),
-            stream=stream,
             seed=secrets.randbits(63) if params.seed is None or self.abilities.is_shared(plan) else params.seed,
-            draft_plan=plan.stages,
-            reference=self.encode_reference(reference),
-            adaptive=plan.adaptive,
-            draft_exit=None if exit_params is None else DraftExit(exit_params),
-            layer_rules=rules,
-            trace=options.get("trace", False),
-            scope=_scope(options),
             grammar=grammar,
-            owner=owner,
-            priority=priority,
-            forced_lookahead=self.abilities.lookahead,
-            adapter=self.find_adapter(options.get("lora")),
-            acceptance=acceptance,
-            tree_size=plan.tree_size,
+            plan=plan._replace(
+                reference=self.encode_reference(reference),
+                draft_exit=None if exit_params is None else DraftExit(exit_params),
+                layer_rules=rules,
+                forced_lookahead=self.abilities.lookahead,
+                acceptance=acceptance,
+            ),
+            delivery=Delivery(
+                stream,
+                options.get("trace", False),
+                scope=_scope(options),
+                owner=owner,
+                priority=priority,
+                adapter=self.find_adapter(options.get("lora")),
+            ),
         )
 
     @cached_property

@@ -12,6 +12,7 @@ from specexport_runtime.intake.checks import one_each
 from specexport_runtime.requests.draft_exit import DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DrafterTraits, DraftStage
+from specexport_runtime.requests.request import DraftPlan
 from specexport_runtime.requests.results import Prompt, as_prompts
 from specexport_runtime.sampling.params import SamplingParams
 
@@ -102,18 +103,10 @@ class Abilities(NamedTuple):
         first = next(iter(self.drafters))
         return None if first in self.obstacles else first
 
-    def is_shared(self, plan: "DraftPlan") -> bool:
+    def is_shared(self, plan: DraftPlan) -> bool:
         """Whether what other requests taught or left decides how text is drawn; not so with copies alone."""
         names = {stage.drafter for stage in plan.stages}
         return (plan.adaptive or any(self.drafters[name].remembers for name in names)) and not names <= _COPIES
-
-
-class DraftPlan(NamedTuple):
-    """How to draft for one request."""
-
-    stages: tuple[DraftStage, ...] = ()  # in the order they are tried; empty for plain decoding
-    adaptive: bool = False  # the lookahead of each stage is the most that may be chosen, round by round
-    tree_size: int = 0  # most draft tokens of a drafter in a round, branches included; 0: chains
 
 
 def check_names(options: Mapping[str, Any]) -> None:

@@ -34,10 +34,16 @@ if TYPE_CHECKING:
 
 _WATCHED, _WATCH_EVERY = 64, 4
 """So many rounds are compared with what was promised, later every fourth: it takes a tenth of a millisecond."""
-_HARDLY, _MUCH = 0.1, 0.5
-"""What a draft reads first belongs to its steps up to this share of them; a larger share is counted apart."""
+_HARDLY = 0.1
+"""What a draft reads first belongs to its steps up to this share of them; a larger share is counted apart.
+
+Replayed: where nothing is counted apart, 3 % slower at worst.
+"""
 _QUIET, _REFUSED = 64, 16
-"""Most rounds without asking drafters again, where none drafted or the account refused a probe."""
+"""Most rounds without asking drafters again, where none drafted or the account refused a probe.
+
+Replayed: asking every round changes no choice, and takes ten times the controller's own time.
+"""
 _BUCKET = 64  # cache entries a row that count as the same circumstances
 _BYPASS = Allowed(0, "bypass", 1.0)
 _NO_STAGES: dict[str, StageMemory] = {}
@@ -257,7 +263,7 @@ class Controller:
         promised = sum([step[sum([length > depth for length in lengths])] for depth in range(max(lengths))])
         if reading <= _HARDLY * promised:
             now.draft_seconds[drafter] = promised + reading, seconds
-        elif reading >= _MUCH * promised:
+        else:
             now.readings[drafter] = reading, self._learned.draft_ratio(drafter, rows) * promised, seconds
 
     def took(self, drafted: int, seconds: float) -> None:
@@ -290,8 +296,6 @@ class Controller:
             memory.looked = None
             if name == proposal.drafter:
                 is_new = memory.drafter.is_unknown  # who finds out is not to blame
-                if memory.is_probing and own:
-                    memory.acceptance.fade()  # it became better: what it did long ago tells little
                 memory.acceptance.observe(memory.slots, own, rejected=rejected and failed)
                 memory.sure.observe(own, rejected=rejected and failed)
                 plain, (reading, each) = self._round.plain, memory.price

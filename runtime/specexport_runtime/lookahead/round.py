@@ -14,8 +14,6 @@ from specexport_runtime.requests.records import StepLoad
 if TYPE_CHECKING:
     from specexport_runtime.requests.request import Request
 
-_HORIZON = 64  # rounds over which the cost of reading a prompt is spread, at most
-
 
 def step_load(
     drafting: "Sequence[Request]", prompts: "Sequence[Request]", prompt_tokens: int, num_soon: int = 0
@@ -146,7 +144,7 @@ class Stage:
         """Seconds that a draft costs whatever its length: those of catching up are spread over rounds that profit."""
         catch_up = self.catch_up(ask)
         rounds = ask.req.room_for_drafts / (1.0 + sum(ask.gains))
-        return (catch_up and catch_up / min(max(rounds, 1.0), _HORIZON)) + self.each_round
+        return (catch_up and catch_up / max(rounds, 1.0)) + self.each_round
 
     def rates(
         self, ask: Ask, load: StepLoad | None = None, gains: Sequence[float] | None = None

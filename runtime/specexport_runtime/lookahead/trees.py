@@ -16,6 +16,7 @@ from specexport_runtime.requests.records import Branch, Proposal
 if TYPE_CHECKING:
     from specexport_runtime.requests.request import Request
 
+# Recorded drafts have no branches; that these find those that pay is judged by test_adaptive_trees.py.
 MOST_BESIDE = 3
 """Branches beside one token that are looked at."""
 LOOKED_EVERY = 16

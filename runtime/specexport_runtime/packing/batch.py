@@ -10,9 +10,9 @@
 An idle row names one token of another row: attention needs something to compute, the entry it writes is not committed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,17 +94,11 @@ def fill_index_inputs(buffers: StepBuffers, counts: Sequence[int], num_logits: S
     np.add(np.arange(firsts[-1] + wanted[-1]), np.repeat(cu[1:] - wanted - firsts, wanted), out=buffers.logit_rows)
 
 
-def _fill_features(buffer: Float32Array, work: Sequence[RowWork]) -> None:
+def _fill_rows(buffer: Float32Array | Int64Array, work: Sequence[RowWork], values: Iterable[Any]) -> None:
+    """Write a value of each row to all its tokens."""
     start = 0
-    for row in work:
-        buffer[start : start + len(row.tokens)] = 0.0 if row.features is None else row.features
-        start += len(row.tokens)
-
-
-def _fill_adapters(buffer: Int64Array, work: Sequence[RowWork], default: int) -> None:
-    start = 0
-    for row in work:
-        buffer[start : start + len(row.tokens)] = default if row.adapter is None else row.adapter
+    for row, value in zip(work, values, strict=True):
+        buffer[start : start + len(row.tokens)] = value
         start += len(row.tokens)
 
 
@@ -324,9 +318,11 @@ class ModelRunner:
         if any(row.parents for row in work):
             _fill_parents(buffers, work)
         if buffers.token_features is not None:
-            _fill_features(buffers.token_features, work)
+            features = (0.0 if row.features is None else row.features for row in work)
+            _fill_rows(buffers.token_features, work, features)
         if buffers.adapter_ids is not None:
-            _fill_adapters(buffers.adapter_ids, work, self.executor.default_adapter)
+            default = self.executor.default_adapter
+            _fill_rows(buffers.adapter_ids, work, (default if row.adapter is None else row.adapter for row in work))
         buffers.kv_lens[:, 0] = [self.kv.entries(first_row + i) for i in range(len(work))]
         buffers.row_totals[:, 0] = buffers.kv_lens[:, 0] + needed
         if buffers.kv_positions is not None and isinstance(self.kv, PaddedKvArena):

@@ -21,8 +21,35 @@ if TYPE_CHECKING:
     from specexport_runtime.sampling.logprobs import TokenLogprobs
 
 NO_ROW = -1
-DEFAULT_RULES = LayerRules()
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class DraftPlan(NamedTuple):
+    """How to draft for one request."""
+
+    stages: tuple[DraftStage, ...] = ()  # tried in order until one finds something; empty for plain decoding
+    adaptive: bool = False  # the lookahead of each stage is the most that may be chosen, round by round
+    tree_size: int = 0  # most draft tokens of a drafter in a round, branches included; 0: chains without bound
+    reference: Sequence[int] = ()  # token ids that lookup drafting may copy from, besides the request's own
+    draft_exit: "DraftExit | None" = None  # ends drafts of models that are no longer sure; None never does
+    layer_rules: LayerRules = LayerRules()  # what a draft out of the target itself leaves out
+    forced_lookahead: int = 0  # most draft tokens of a round in which the grammar forces some
+    acceptance: str = DEFAULT_RULE  # of drafts if it is sampled, one of ``sampling.block.RULES``
+
+
+class Delivery(NamedTuple):
+    """For whom a request is, and what of it is handed on or kept."""
+
+    stream: bool = False  # keep the text of each token for :meth:`Request.take_pieces`
+    trace: bool = False  # keep what each round did
+    scope: str | None = None  # who may see what is kept of it, and whose texts it may see; None: nothing either way
+    is_pinned: bool = False  # its prompt stays in its cache row when it has ended
+    owner: str = ""  # owners get rows in turns
+    priority: int = 0  # lower ones go first
+    adapter: int | None = None  # number of its LoRA adapter, from 1; None for the engine's default
+
+
+PLAIN, AS_USUAL = DraftPlan(), Delivery()
 
 
 class Request:
@@ -38,25 +65,10 @@ class Request:
         max_model_len: int,  # most tokens, prompt and generated, that a cache row can hold
         eos_token_ids: Sequence[int] = (),  # end the text unless ``params.ignore_eos``
         text: TextStream | None = None,  # None if no text is wanted
-        stream: bool = False,  # keep the text of each token for :meth:`take_pieces`
         seed: int = 0,
-        draft_plan: Sequence[DraftStage] = (),  # tried in order until one finds something; empty for plain decoding
-        reference: Sequence[int] = (),  # token ids that lookup drafting may copy from, besides the request's own
-        adaptive: bool = False,  # the controller chooses up to each stage's lookahead; False drafts as far as it says
-        draft_exit: "DraftExit | None" = None,  # ends drafts of models that are no longer sure; None never does
-        # What a draft out of the target itself leaves out; None for the defaults.
-        layer_rules: LayerRules | None = None,
-        trace: bool = False,  # keep what each round did
-        # Who may see what is kept of it, and whose kept texts it may see; None: nothing is kept, and none seen.
-        scope: str | None = None,
-        is_pinned: bool = False,  # its prompt stays in its cache row when it has ended
         grammar: "Grammar | None" = None,  # which tokens may come next; None for any
-        owner: str = "",  # owners get rows in turns
-        priority: int = 0,  # lower ones go first
-        forced_lookahead: int = 0,  # most draft tokens of a round in which the grammar forces some
-        adapter: int | None = None,  # number of its LoRA adapter, from 1; None for the engine's default
-        acceptance: str = DEFAULT_RULE,  # of drafts if it is sampled, one of ``sampling.block.RULES``
-        tree_size: int = 0,  # most draft tokens of a drafter in a round, branches included; 0: chains without bound
+        plan: DraftPlan = PLAIN,
+        delivery: Delivery = AS_USUAL,
     ) -> None:
         self.index = index
         self.params = params
@@ -64,32 +76,27 @@ class Request:
         self.num_prompt_tokens = len(prompt)
         self.max_tokens = min(params.max_tokens, max_model_len - len(prompt))
         self.sampler = Sampler(params, prompt, vocab_size, grammar)
-        self.acceptance = acceptance
+        self.acceptance = plan.acceptance
         self.draws = RoundDraws(RandomStream(seed))  # by place in the round
         self.text = text
-        self._pieces: list[tuple[str, int]] | None = [] if stream else None
+        self._pieces: list[tuple[str, int]] | None = [] if delivery.stream else None
         self.row = NO_ROW  # cache row while it is running
         self.num_agreed = len(prompt)  # tokens up to where the last draft's chain went on as the text does
         self.finish_reason: FinishReason | None = None  # None while it may go on
         self.error: Exception | None = None
-        self.draft_plan = tuple(draft_plan)
-        self.reference = tuple(reference)
-        self.adaptive = adaptive
-        self.draft_exit = draft_exit
+        self.draft_plan, self.reference, self.adaptive = plan.stages, plan.reference, plan.adaptive
+        self.draft_exit, self.layer_rules, self.tree_size = plan.draft_exit, plan.layer_rules, plan.tree_size
         self.sure: EndsDraft | None = None  # ends a draft of this round that is no longer worth its steps
-        self.tree_size = tree_size
         # Branches that a model's draft of this round may have beside each of its own tokens, if it is adaptive.
         self.siblings: tuple[int, ...] = ()
-        self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
         self.drafters: list[str] = []  # of each token of the output; empty for the target's own
-        self.trace: list[RoundTrace] | None = [] if trace else None  # one entry a round; None: not asked for
-        self.scope, self.adapter = scope, adapter
-        self.is_pinned = is_pinned
-        self.owner, self.priority = owner, priority
+        self.trace: list[RoundTrace] | None = [] if delivery.trace else None  # one entry a round; None: not asked for
+        self.scope, self.adapter, self.is_pinned = delivery.scope, delivery.adapter, delivery.is_pinned
+        self.owner, self.priority = delivery.owner, delivery.priority
         # ``reads_again``: it was paused, and what it had generated is being read again, but for its newest token, with
         # which the next round begins. ``num_read``: tokens read before the pause, so that none is counted twice.
         self.reads_again, self.num_read, self._paused_at = False, 0, 0
-        self._forced_lookahead = 0 if grammar is None else forced_lookahead
+        self._forced_lookahead = 0 if grammar is None else plan.forced_lookahead
         # One entry for each token of the output, and of the prompt that was read, None for its first, which follows
         # nothing; None where they were not asked for.
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []

@@ -67,14 +67,7 @@ def counts_of(counts: dict[str, DraftCounts], drafter: str) -> DraftCounts:
 
 def sum_counts(parts: Iterable[DraftCounts]) -> DraftCounts:
     """Several counts together."""
-    total = DraftCounts()
-    for part in parts:
-        total.rounds += part.rounds
-        total.drafted += part.drafted
-        total.accepted += part.accepted
-        total.branches += part.branches
-        total.accepted_branches += part.accepted_branches
-    return total
+    return DraftCounts(*map(sum, zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 def sum_by_drafter(parts: Iterable[dict[str, DraftCounts]]) -> dict[str, DraftCounts]:
@@ -186,29 +179,21 @@ class RequestStats:
 
     def to_json(self) -> dict[str, Any]:
         """JSON form; numbers are not rounded."""
-        return {
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "num_generated_tokens": self.num_generated_tokens,
-            "cached_tokens": self.cached_tokens,
-            "rounds": self.rounds,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "branches": self.branches,
-            "accepted_branches": self.accepted_branches,
-            "acceptance_rate": self.acceptance_rate,
-            "mean_accepted_length": self.mean_accepted_length,
+        return {name: getattr(self, name) for name in _IN_JSON} | {
             "accepted_histogram": {str(count): n for count, n in sorted(self.accepted_histogram.items())},
             "accepted_lengths": list(self.accepted_lengths),
             "drafters": {name: counts.to_json() for name, counts in self.drafters.items()},
             "unused": {name: list(each) for name, each in self.unused.items()},
-            "draft_exits": self.draft_exits,
             "layer_choice": None if self.layer_choice is None else self.layer_choice.to_json(),
-            "preemptions": self.preemptions,
-            "queued_s": self.queued_s,
-            "tokens_per_second": self.tokens_per_second,
-            "time_to_first_token_s": self.time_to_first_token_s,
-            "decode_s": self.decode_s,
         }
+
+
+_IN_JSON = (
+    *("num_prompt_tokens", "num_generated_tokens", "cached_tokens", "rounds", "drafted", "accepted", "branches"),
+    *("accepted_branches", "acceptance_rate", "mean_accepted_length", "accepted_histogram", "accepted_lengths"),
+    *("drafters", "unused", "draft_exits", "layer_choice", "preemptions", "queued_s", "tokens_per_second"),
+    *("time_to_first_token_s", "decode_s"),
+)
 
 
 @dataclass

@@ -13,10 +13,10 @@ from starlette.types import Receive, Scope, Send
 from specexport_runtime.async_engine import MOST_AT_A_TIME, AsyncRequest, AsyncSpecEngine, Lane
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.requests.results import GenerationResult, StreamChunk, StreamPiece
+from specexport_runtime.server.answer_format import AnswerFormat, prompt_logprobs_json, prompt_pieces, usage_of
 from specexport_runtime.server.errors import ApiError, as_api_error, client_gone, timed_out, unavailable
 from specexport_runtime.server.json_text import LongList
 from specexport_runtime.server.log_format import fields
-from specexport_runtime.server.responses import AnswerFormat, prompt_logprobs_json, prompt_pieces, usage_of
 from specexport_runtime.server.responses_format import ResponsesFormat
 from specexport_runtime.server.sse import EventStream
 from specexport_runtime.server.token_text import TokenTexts

@@ -1,4 +1,4 @@
-"""What answers look like, for OpenAPI; they are written by ``responses`` without these models."""
+"""What answers look like, for OpenAPI; they are written by ``answer_format`` without these models."""
 
 from typing import Literal
 

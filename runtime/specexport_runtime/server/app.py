@@ -14,11 +14,12 @@ from specexport_runtime.metrics import EngineMetrics
 from specexport_runtime.server import chat, completions, responses_api, tokens
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, ErrorBody, as_api_error
-from specexport_runtime.server.guard import add_guards, refused
-from specexport_runtime.server.logs import add_logging
+from specexport_runtime.server.guard import Guard, refused
+from specexport_runtime.server.logs import AccessLog
 from specexport_runtime.server.models import adapter_of, describe_models
 from specexport_runtime.server.page import find_page
 from specexport_runtime.server.state import ServerState, state_of
+from specexport_runtime.server.tracing import Tracing
 
 _NO_TELEMETRY_OF_ITS_OWN: TelemetryConfig = {
     "tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False
@@ -55,8 +56,9 @@ def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = Non
     app.add_exception_handler(ApiError, _answer)
     app.add_exception_handler(RequestValidationError, _answer_validation)
     app.add_exception_handler(HTTPException, _answer_http)
-    add_guards(app, settings)
-    add_logging(app, settings)
+    app.add_middleware(Guard, config=settings, state=state)
+    app.add_middleware(Tracing)
+    app.add_middleware(AccessLog)  # what is added last comes first
     return app
 
 

@@ -12,12 +12,12 @@ from specexport_runtime.intake.chat_dialect import ChatDialect
 from specexport_runtime.intake.tool_formats.base import Arguments, CallBegin, Content, Event, ReasoningSpan
 from specexport_runtime.requests.results import StreamPiece
 from specexport_runtime.server.answer import AnswerForm
+from specexport_runtime.server.answer_format import ChatFormat, Header
 from specexport_runtime.server.answer_schema import ChatAnswer
 from specexport_runtime.server.completions import answer
 from specexport_runtime.server.conversation import ParsedConversation
 from specexport_runtime.server.parsing import request_body, responses
 from specexport_runtime.server.protocol import ChatRequest
-from specexport_runtime.server.responses import ChatFormat, Header
 from specexport_runtime.server.token_text import TokenTexts
 from specexport_runtime.server.translate import RequestPlan, plan_chat
 

@@ -12,13 +12,13 @@ from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.server.admission import ready_engine
 from specexport_runtime.server.answer import Answer, AnswerForm, Prepared
+from specexport_runtime.server.answer_format import CompletionFormat, Header
 from specexport_runtime.server.answer_schema import CompletionAnswer
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.parsing import bytes_of, parse_body, request_body, responses
 from specexport_runtime.server.prompt_tokens import beside
 from specexport_runtime.server.protocol import CompletionRequest, Sampling
 from specexport_runtime.server.request_log import RequestLog
-from specexport_runtime.server.responses import CompletionFormat, Header
 from specexport_runtime.server.state import ServerState, state_of
 from specexport_runtime.server.structured import may_compile
 from specexport_runtime.server.token_text import TokenTexts

@@ -2,76 +2,135 @@
 
 import ipaddress
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.intake.chat_dialect import check_parsers
+from specexport_runtime.intake.chat_dialect import REASONING_PARSERS
+from specexport_runtime.intake.tool_formats.families import PARSERS
 
-LOG_FORMATS = ("text", "json")
-SCHEDULING_POLICIES = ("fcfs", "priority")
-_COUNTS = ("max_body_bytes", "max_prompts", "max_n", "max_connections")
-_OPTIONAL_COUNTS = ("max_prompt_tokens", "max_tokens", "max_requests_per_key")
-_SECONDS = ("request_timeout_s", "body_timeout_s", "drain_timeout_s", "keep_alive_timeout_s", "stuck_after_s")
 _LONGEST_S = 7 * 86400.0
 _LONGEST_NAME = 256
+
+T = TypeVar("T")
+
+
+def _setting(
+    default: T, text: str, check: Callable[[str, Any], None] | None = None, heading: str = "Limits", choices: Any = None
+) -> T:
+    """A field that has a flag of ``serve``, with its help below ``heading``; ``check`` is told the flag."""
+    made: T = field(default=default, metadata={"text": text, "check": check, "heading": heading, "choices": choices})
+    return made
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.removesuffix("_s").replace("_", "-")
+
+
+def _within(low: int, high: int | None = None) -> Callable[[str, Any], None]:
+    wanted = f"an integer from {low} to {high}" if high is not None else f"an integer of {low} or more"
+
+    def check(flag: str, value: Any) -> None:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if not is_number or value < low or (high is not None and value > high):
+            raise InvalidRequestError(f"{flag} is {value!r}.", f"give {wanted}.")
+
+    return check
+
+
+def _check_seconds(flag: str, value: Any) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not 0 < value <= _LONGEST_S:
+        raise InvalidRequestError(f"{flag} is {value!r}.", f"give seconds, more than 0 and at most {_LONGEST_S:.0f}.")
+
+
+def _check_word(flag: str, value: str) -> None:
+    if not value or len(value) > _LONGEST_NAME or not value.isprintable() or " " in value:
+        raise InvalidRequestError(
+            f"{flag} is {value!r}.", f"give 1 to {_LONGEST_NAME} printable characters without spaces."
+        )
 
 
 @dataclass(frozen=True)
 class ServerConfig:
     """Settings of a server; a value out of its range, or an address that needs a key, is an ``InvalidRequestError``."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000  # TCP; 0 lets the system choose
+    host: str = _setting(
+        "127.0.0.1",
+        "Address to bind to; other machines than this one need --api-key or --insecure.",
+        _check_word,
+        "Server",
+    )
+    port: int = _setting(8000, "TCP port; 0 takes a free one.", _within(0, 65535), "Server")
     model_name: str = "specexport"  # under which the bundle is served
+    log_format: str = _setting("text", "Log lines as text or JSON.", None, "Server", ("text", "json"))
+    playground: bool = _setting(True, "Serve a page to try the model at /.", None, "Server")
     # A request must carry one of them (``Authorization: Bearer``); none lets everybody in.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     insecure: bool = False  # allow an address other than loopback without a key
     # Names that the ``Host`` header may have besides those of the address itself; only looked at where no key is
     # needed.
     allowed_hosts: tuple[str, ...] = ()
-    max_body_bytes: int = 2**20
-    max_prompts: int = 32  # of one request
-    max_n: int = 16  # most choices a prompt
-    max_prompt_tokens: int | None = None  # longest prompt; None: what the engine takes
-    max_tokens: int | None = None  # most tokens a choice; None: what the engine takes
-    max_waiting: int = 64  # most sequences that may wait for a cache row; more are refused with 429
-    # Most sequences of one key, running or waiting; more are refused with 429. None: of several keys each leaves a
-    # quarter of the places in the queue to others; else no limit. Without keys all are one.
-    max_requests_per_key: int | None = None
-    # ``"priority"`` lets requests have one, ``"fcfs"`` does not; keys take turns with both
-    scheduling_policy: str = "fcfs"
-    request_timeout_s: float = 600.0  # longest that a request may take, waiting included
-    body_timeout_s: float = 30.0  # longest that a client may take to send its body
-    drain_timeout_s: float = 30.0  # longest that requests may go on after SIGTERM
-    stuck_after_s: float = 60.0  # without a round, while requests are active, after which the engine counts as dead
-    # For one more connection, the one that has rested, or sent its head, the longest is closed; else it gets 503.
-    max_connections: int = 1024
-    # how long a connection may rest before and between requests, as answers tell clients
-    keep_alive_timeout_s: float = 75.0
-    log_format: str = "text"  # ``"json"`` or ``"text"``
-    playground: bool = True  # serve the page at ``/``
-    tool_call_parser: str = "auto"  # format of calls of functions; ``"auto"`` finds it in the chat template
-    reasoning_parser: str = "auto"  # ``"none"`` leaves what a model thinks in its text; ``"auto"`` takes it out
+    max_body_bytes: int = _setting(2**20, "Largest request body.", _within(1))
+    max_prompts: int = _setting(32, "Most prompts of a request.", _within(1))
+    max_n: int = _setting(16, "Most choices of a prompt.", _within(1))
+    max_prompt_tokens: int | None = _setting(None, "Longest prompt.  [default: what the engine takes]", _within(1))
+    max_tokens: int | None = _setting(None, "Most tokens of a choice.  [default: what the engine takes]", _within(1))
+    max_waiting: int = _setting(64, "Most sequences that wait for a cache row; more are refused with 429.", _within(0))
+    max_requests_per_key: int | None = _setting(
+        None,
+        "Most sequences of one key, running or waiting; more are refused with 429.  [default: with several keys, all "
+        "but a quarter of the places in the queue]",
+        _within(1),
+    )  # without keys all are one
+    max_connections: int = _setting(
+        1024,
+        "Most connections. One more closes the one that rests, or sends its head, for the longest; else it gets 503.",
+        _within(1),
+    )
+    keep_alive_timeout_s: float = _setting(
+        75.0,
+        "Seconds that a connection may rest between requests; give more than the proxy in front keeps its own.",
+        _check_seconds,
+    )
+    request_timeout_s: float = _setting(600.0, "Seconds that a request may take, waiting included.", _check_seconds)
+    body_timeout_s: float = _setting(30.0, "Seconds that a client may take to send its body.", _check_seconds)
+    drain_timeout_s: float = _setting(30.0, "Seconds that requests may go on after SIGTERM.", _check_seconds)
+    stuck_after_s: float = _setting(
+        60.0, "Seconds without a round, while requests run, until it counts as dead.", _check_seconds
+    )
+    scheduling_policy: str = _setting(
+        "fcfs",
+        "priority: requests may have one, and lower ones go first. fcfs: they may not. Keys take turns with both.",
+        choices=("fcfs", "priority"),
+    )
+    tool_call_parser: str = _setting(
+        "auto",
+        "Format of calls of tools; auto finds it in the chat template, json tells of tools in a system message.",
+        None,
+        "Text",
+        PARSERS,
+    )
+    reasoning_parser: str = _setting(
+        "auto",
+        "auto: what a model thinks comes as reasoning_content. none: it stays in the text.",
+        None,
+        "Text",
+        REASONING_PARSERS,
+    )
 
     def __post_init__(self) -> None:
-        _check_range("--port", self.port, 0, 65535)
-        _check_range("--max-waiting", self.max_waiting, 0, None)
-        for name in (*_COUNTS, *_OPTIONAL_COUNTS):
-            value = getattr(self, name)
-            if value is not None or name in _COUNTS:
-                _check_range(_flag(name), value, 1, None)
-        for name in _SECONDS:
-            _check_seconds(_flag(name), getattr(self, name))
-        if self.log_format not in LOG_FORMATS:
-            raise InvalidRequestError(f"--log-format is {self.log_format!r}.", f"give {' or '.join(LOG_FORMATS)}.")
-        if self.scheduling_policy not in SCHEDULING_POLICIES:
-            raise InvalidRequestError(
-                f"--scheduling-policy is {self.scheduling_policy!r}.", f"give {' or '.join(SCHEDULING_POLICIES)}."
-            )
-        check_parsers(self.tool_call_parser, self.reasoning_parser)
-        _check_word("--host", self.host)
+        for each in fields(self):
+            value, said = getattr(self, each.name), each.metadata
+            if said.get("check") and not (value is None and each.default is None):
+                said["check"](flag_of(each.name), value)
+            if said.get("choices") and value not in said["choices"]:
+                raise InvalidRequestError(
+                    f"{flag_of(each.name)} is {value!r}.", f"give one of {', '.join(said['choices'])}."
+                )
         _check_word("--model-name", self.model_name)
         for name in self.allowed_hosts:
             _check_host_name(name)
@@ -137,30 +196,6 @@ def _keys_of(lines: Iterable[str], path: Path) -> Iterable[str]:
         if key and not key.startswith("#"):
             check_key(key, f"line {number} of --api-key-file {path}")
             yield key
-
-
-def _flag(name: str) -> str:
-    return "--" + name.removesuffix("_s").replace("_", "-")
-
-
-def _check_range(flag: str, value: object, low: int, high: int | None) -> None:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if not is_number or value < low or (high is not None and value > high):  # type: ignore[operator]
-        wanted = f"an integer from {low} to {high}" if high is not None else f"an integer of {low} or more"
-        raise InvalidRequestError(f"{flag} is {value!r}.", f"give {wanted}.")
-
-
-def _check_seconds(flag: str, value: object) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not 0 < value <= _LONGEST_S:  # type: ignore[arg-type,operator]
-        raise InvalidRequestError(f"{flag} is {value!r}.", f"give seconds, more than 0 and at most {_LONGEST_S:.0f}.")
-
-
-def _check_word(flag: str, value: str) -> None:
-    if not value or len(value) > _LONGEST_NAME or not value.isprintable() or " " in value:
-        raise InvalidRequestError(
-            f"{flag} is {value!r}.", f"give 1 to {_LONGEST_NAME} printable characters without spaces."
-        )
 
 
 def _check_host_name(name: str) -> None:

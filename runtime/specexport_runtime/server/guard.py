@@ -9,7 +9,6 @@ import re
 import uuid
 from typing import Any
 
-from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specexport_runtime.server.admission import BODY_PATHS, Admission, ClientGoneError, has_body, read_body, replay
@@ -33,11 +32,6 @@ _HEADERS = {
 
 GRACE_S = 1.0
 """A route ends a late request itself, more gently: it gets so much longer."""
-
-
-def add_guards(app: FastAPI, config: ServerConfig) -> None:
-    """Put the guards in front of an application whose ``state.server`` is set."""
-    app.add_middleware(Guard, config=config, state=app.state.server)
 
 
 class Guard:

@@ -69,7 +69,7 @@ class TextFormatter(_LineFormatter):
         return " ".join([head, *(f"{name}={_plain(value)}" for name, value in rest.items())])
 
 
-def log_config(log_format: str = "text", level: str = "INFO") -> dict[str, Any]:
+def log_config(log_format: str) -> dict[str, Any]:
     """Settings for ``logging.config.dictConfig``: our lines (``"json"`` or ``"text"``) and uvicorn's."""
     formatter = JsonFormatter if log_format == "json" else TextFormatter
     quiet = {"handlers": ["default"], "propagate": False}
@@ -81,8 +81,8 @@ def log_config(log_format: str = "text", level: str = "INFO") -> dict[str, Any]:
             "default": {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"},
         },
         "loggers": {
-            "specexport": {**quiet, "level": level},
-            "specexport_runtime": {**quiet, "level": level},
+            "specexport": {**quiet, "level": "INFO"},
+            "specexport_runtime": {**quiet, "level": "INFO"},
             "uvicorn": {**quiet, "level": "INFO"},
             "uvicorn.access": {"handlers": [], "propagate": False, "level": "WARNING"},
             "asyncio": {**quiet, "level": "WARNING"},

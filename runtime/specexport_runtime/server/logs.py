@@ -4,34 +4,18 @@ import contextlib
 import json
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.log_format import current_state, fields, log_config
-from specexport_runtime.server.request_log import RequestLog, milliseconds
-from specexport_runtime.server.tracing import Tracing
-
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["AccessLog", "add_logging", "log_config"]
+from specexport_runtime.server.log_format import current_state, fields
+from specexport_runtime.server.request_log import PROBES, RequestLog, milliseconds
 
 CLIENT_GONE = 499
 """As nginx calls it: the client closed the connection before it had its answer."""
-PROBES = frozenset({"/health", "/ready", "/metrics"})
-"""Paths that are asked all the time: logged only at DEBUG, unless they fail in a way that is not their job."""
 
 _access = logging.getLogger("specexport.access")
 _ERROR_BODY_BYTES = 10_000
-
-
-def add_logging(app: FastAPI, config: ServerConfig) -> None:  # noqa: ARG001  # the format is set by `log_config`
-    """Log and trace every request; call it after everything else that is added, so that this comes first."""
-    app.add_middleware(Tracing)
-    app.add_middleware(AccessLog)
 
 
 class AccessLog:

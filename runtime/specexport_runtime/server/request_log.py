@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specexport_runtime.requests.request import Request
 
+PROBES = frozenset({"/health", "/ready", "/metrics"})
+"""Paths that are asked all the time: not traced, and logged only at DEBUG unless they fail in a way not their job."""
+
 
 @dataclass
 class RequestLog:
@@ -58,9 +61,7 @@ class RequestLog:
             "prompt_tokens": self.total("num_prompt_tokens"),
             "generated_tokens": self.total("num_generated_tokens"),
             "finish_reasons": self.finish_reasons,
-            "rounds": self.total("rounds"),
-            "drafted": self.total("drafted"),
-            "accepted": self.total("accepted"),
+            **{name: self.total(name) for name in ("rounds", "drafted", "accepted")},
             "queued_ms": milliseconds(self.queued_s),
             "ttft_ms": milliseconds(self.first_token_s),
             "error": type(errors[0]).__name__ if errors else None,

@@ -9,10 +9,10 @@ from typing import Any
 from specexport_runtime.intake.answer_reader import AnswerReader, read_whole
 from specexport_runtime.intake.tool_formats.base import Content, Event
 from specexport_runtime.requests.results import StreamPiece
+from specexport_runtime.server.answer_format import Header, chat_rows, origin_rows, origins_of
 from specexport_runtime.server.conversation import ParsedConversation
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.json_text import json_text
-from specexport_runtime.server.responses import Header, chat_rows, origin_rows, origins_of
 from specexport_runtime.server.responses_items import MessageItem, OutputItems, Told
 from specexport_runtime.server.responses_protocol import ResponsesRequest
 from specexport_runtime.server.sse import named_event

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.errors import EngineDeadError, InvalidRequestError
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.watch.never_accepted import NeverAccepted
+from specexport_runtime.telemetry.never_accepted import NeverAccepted
 
 if TYPE_CHECKING:
     from starlette.requests import Request

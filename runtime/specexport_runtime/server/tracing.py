@@ -6,24 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from specexport_runtime.server.request_log import PROBES, RequestLog
+
 if TYPE_CHECKING:
     from specexport_runtime.requests.request import Request
-    from specexport_runtime.server.request_log import RequestLog
 
-NOT_TRACED = frozenset({"/health", "/ready", "/metrics"})
 MAX_TRACED_SEQUENCES = 16
 """Choices of one request that get spans of their own; the numbers of all are on the request's span."""
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/completions": "text_completion"}
-_PARAMS = {
-    "temperature": "gen_ai.request.temperature",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "max_tokens": "gen_ai.request.max_tokens",
-    "frequency_penalty": "gen_ai.request.frequency_penalty",
-    "presence_penalty": "gen_ai.request.presence_penalty",
-    "seed": "gen_ai.request.seed",
-}
+_PARAMS = ("temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "presence_penalty", "seed")
 """Sampling parameters that the GenAI conventions name. Stop strings are text of the client's and stay out."""
 _COUNTERS = ("rounds", "drafted", "accepted")
 
@@ -37,7 +29,7 @@ class Tracing:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, inside its span."""
         log: RequestLog | None = scope.get("state", {}).get("log")
-        if log is None or scope["path"] in NOT_TRACED or not is_set_up():
+        if log is None or scope["path"] in PROBES or not is_set_up():
             await self.app(scope, receive, send)
             return
         from opentelemetry import trace
@@ -94,7 +86,7 @@ def _start(scope: Scope) -> Any:
     )
 
 
-def _finish(span: Any, scope: Scope, log: "RequestLog") -> None:
+def _finish(span: Any, scope: Scope, log: RequestLog) -> None:
     from opentelemetry import trace
 
     route = getattr(scope.get("route"), "path", None)  # of low cardinality, unlike the path
@@ -116,7 +108,7 @@ def _finish(span: Any, scope: Scope, log: "RequestLog") -> None:
     _add_phases(span, log)
 
 
-def _generation(path: str, log: "RequestLog") -> dict[str, Any]:
+def _generation(path: str, log: RequestLog) -> dict[str, Any]:
     """Attributes of a request that reached the engine: of the GenAI conventions, and ours."""
     if not log.requests:
         return {}
@@ -128,7 +120,7 @@ def _generation(path: str, log: "RequestLog") -> dict[str, Any]:
         "gen_ai.response.model": log.model,
         "gen_ai.request.choice.count": len(log.requests) if len(log.requests) > 1 else None,
         "gen_ai.request.stream": log.streamed,
-        **{attribute: _as_attribute(getattr(params, name)) for name, attribute in _PARAMS.items()},
+        **{f"gen_ai.request.{name}": _as_attribute(getattr(params, name)) for name in _PARAMS},
         "gen_ai.usage.input_tokens": log.total("num_prompt_tokens"),
         "gen_ai.usage.output_tokens": log.total("num_generated_tokens"),
         "gen_ai.response.finish_reasons": [sequence.finish_reason or "cancelled" for sequence in log.requests],
@@ -143,7 +135,7 @@ def _as_attribute(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
 
 
-def _add_phases(parent: Any, log: "RequestLog") -> None:
+def _add_phases(parent: Any, log: RequestLog) -> None:
     from opentelemetry import trace
 
     if not log.requests:

@@ -9,13 +9,13 @@ from specexport_runtime.requests.results import as_prompts
 from specexport_runtime.requests.text import TextStream
 from specexport_runtime.requests.token_bytes import text_of
 from specexport_runtime.sampling.params import CUTS, SamplingParams
+from specexport_runtime.server.answer_format import check_entries, most_tokens
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import ParsedConversation, read_conversation
 from specexport_runtime.server.errors import invalid, over_limit, shown, unsupported
 from specexport_runtime.server.models import adapter_of
 from specexport_runtime.server.prompt_tokens import check_prompt, check_reference, encode, max_tokens_of
 from specexport_runtime.server.protocol import ChatRequest, Choices, CompletionRequest, Sampling, join_text
-from specexport_runtime.server.responses import check_entries, most_tokens
 from specexport_runtime.server.structured import form_of
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions

@@ -8,9 +8,9 @@ from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage
-from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.fakes.loop import VOCAB, finish
+from tests.support.fakes.requests import request_of
 
 LOOKAHEAD = 8
 CAPACITY = 600
@@ -27,7 +27,7 @@ def curves(draft=0.3, **options):
 
 def make_sequences(count, names, max_tokens=200, prompt=6, params=None, **options):
     return [
-        Request(
+        request_of(
             i, [(3 * i + j) % VOCAB for j in range(prompt)], params or SamplingParams(max_tokens=max_tokens),
             vocab_size=VOCAB, max_model_len=CAPACITY - LOOKAHEAD - 1,
             draft_plan=[DraftStage(name, LOOKAHEAD) for name in names], **{"adaptive": True, **options},

@@ -18,6 +18,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.requests.request import Request, RoundEvent
 from specexport_runtime.sampling.params import SamplingParams
+from tests.support.fakes.requests import request_of
 
 VOCAB = 17
 CAPACITY = 80
@@ -34,7 +35,7 @@ def make_draft(kind: str, rows: int = 4) -> FakeExecutor:
 
 
 def make_sequence(index: int, prompt: list[int], params: SamplingParams, **options: object) -> Request:
-    return Request(index, prompt, params, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, **options)
+    return request_of(index, prompt, params, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, **options)
 
 
 class PlannedDecoder(Decoder):

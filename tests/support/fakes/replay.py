@@ -15,6 +15,7 @@ from specexport_runtime.requests.records import DraftStage, Proposal, StepLoad
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.fakes.loop import VOCAB, weighed
+from tests.support.fakes.requests import request_of
 
 LOOKAHEAD, PROMPT = 8, 100
 TOKENS = 80  # of each text
@@ -115,7 +116,7 @@ def replay(
     for start in range(0, len(texts), rows):
         group = texts[start : start + rows]
         sequences = [
-            Request(
+            request_of(
                 start + i,
                 [1] * prompt,
                 SamplingParams(max_tokens=len(group[i])),

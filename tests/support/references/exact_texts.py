@@ -3,8 +3,8 @@
 from collections import Counter
 
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.sampler import Sampler
+from tests.support.fakes.requests import request_of
 from tests.support.references.exact import joint, p_value
 
 SMALL, PROMPTS, LENGTH = 5, [[1], [4, 2, 4]], 3
@@ -33,7 +33,7 @@ def exact(target, params, prompt, length=LENGTH, grammar=None):
 def make_requests(count, params, *, prompts=PROMPTS, vocab=SMALL, **options):
     """Requests for prompts in turn, each with its own seed; an option that is a function is asked for each number."""
     return [
-        Request(
+        request_of(
             i, prompts[i % len(prompts)], params, vocab_size=vocab, max_model_len=30, seed=i,
             **{name: value(i) if callable(value) else value for name, value in options.items()},
         )

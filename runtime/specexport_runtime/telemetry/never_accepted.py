@@ -8,7 +8,7 @@ from specexport_runtime.requests.stats import UNNAMED, DraftCounts, counts_of
 
 if TYPE_CHECKING:
     from specexport_runtime.requests.request import Request
-    from specexport_runtime.watch.observe import RoundRecord
+    from specexport_runtime.telemetry.observers import RoundRecord
 
 
 class NeverAccepted:

@@ -5,14 +5,14 @@ A scrape sees all numbers of the same moment: accepted tokens never outnumber dr
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from specexport_runtime.requests.stats import UNNAMED, DraftCounts, counts_of, sum_counts
 
 if TYPE_CHECKING:
     from specexport_runtime.requests.request import FinishReason, Request
-    from specexport_runtime.watch.observe import RoundRecord
+    from specexport_runtime.telemetry.observers import RoundRecord
 
 # vLLM's bounds, and finer ones below for small models on CPUs: a quantile is no finer than the bounds around it.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -52,12 +52,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += times * value
 
-    def copy(self) -> "Histogram":
-        """A copy that does not change."""
-        other = Histogram(self.bounds)
-        other.counts, other.total = list(self.counts), self.total
-        return other
-
 
 def _histograms() -> dict[str, Histogram]:
     seconds = ("e2e", "queue", "prefill", "decode", "inference")
@@ -95,21 +89,6 @@ class EngineCounts:
     histograms: dict[str, Histogram] = field(default_factory=_histograms)
     last_token: dict[int, float] = field(default_factory=dict)  # when each running request got its newest, by ``id``
 
-    def copy(self) -> "EngineCounts":
-        """A copy that does not change, for a scrape."""
-        return replace(
-            self,
-            saved=dict(self.saved),
-            lost=dict(self.lost),
-            accepted=list(self.accepted),
-            drafters={name: replace(counts) for name, counts in self.drafters.items()},
-            finished=dict(self.finished),
-            failures=dict(self.failures),
-            refused=dict(self.refused),
-            histograms={name: histogram.copy() for name, histogram in self.histograms.items()},
-            last_token={},
-        )
-
     @property
     def saved_seconds(self) -> float:
         """Seconds that all drafters saved together, in rounds that were faster than plain decoding."""
@@ -120,13 +99,15 @@ class EngineCounts:
         """Seconds that all drafters lost together, in rounds that were slower."""
         return sum(self.lost.values())
 
+    @property
     def all_drafts(self) -> DraftCounts:
         """What all drafters did."""
         return sum_counts(self.drafters.values())
 
-    def accepted_at(self) -> list[int]:
+    @property
+    def accepted_at(self) -> dict[str, int]:
         """Accepted draft tokens by their position in the draft: of a branch, the tokens in front of it."""
-        return [sum(self.accepted[position + 1 :]) for position in range(len(self.accepted) - 1)]
+        return {str(i): sum(self.accepted[i + 1 :]) for i in range(len(self.accepted) - 1)}
 
     def set_limits(self, longest: int, lookahead: int) -> None:
         """Fit to an engine: the longest request that it takes, and the longest draft."""
