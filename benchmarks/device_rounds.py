@@ -109,7 +109,7 @@ def measure(distribution: dict[str, Any], batch: int, repeats: int) -> float:
         asks = [draft_asks(step) for step in range(LOOKAHEAD)]
         for step in range(LOOKAHEAD):
             draft.put(asks[step], 0, step=step)
-        return draft.collect_chain(asks, [none[:batch]] * LOOKAHEAD)
+        return [draft.collect(asks[step], none[:batch], step=step) for step in range(LOOKAHEAD)]
 
     def target_asks(tokens: list[list[int]]) -> list[RowAsk]:
         return [
@@ -131,7 +131,7 @@ def measure(distribution: dict[str, Any], batch: int, repeats: int) -> float:
             answer(target, 0, q[np.arange(len(asks)) % (LOOKAHEAD + 1)], asks)
         rows = target.collect(asks, none)
         for i, s in enumerate(streams):
-            own = rows[i * (LOOKAHEAD + 1) :][: LOOKAHEAD + 1]
+            own = [rows[i * (LOOKAHEAD + 1) + j] for j in range(LOOKAHEAD + 1)]
             RULES["block"](tokens[i], distributions[i], lambda j, o=own: sampler.row_distribution(o[j]), s)  # type: ignore[misc]
 
     drafted()

@@ -46,8 +46,8 @@ MUTANTS = {
     ),
     "accept: a greedy draft stays behind a token that does not": Mutant(
         "sampling/accept.py", "accept",
-        "        if token != target_tokens[j]:\n            return Verdict(j,",
-        "        if token != target_tokens[j] and not j:\n            return Verdict(j,",
+        "        if token != (chosen := greedy(j)):\n            return Verdict(j,",
+        "        if token != (chosen := greedy(j)) and not j:\n            return Verdict(j,",
     ),
     "block: chances grow beyond 1": Mutant(
         "sampling/block.py", "block",

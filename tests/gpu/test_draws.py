@@ -174,7 +174,7 @@ def round_of(rows: "Rows", name: str, sampler: Sampler, steps: tuple[Steps, Step
         ]
         drawn = target.draw(asks)
         for i, stream in enumerate(streams):
-            own = drawn[i * (LOOKAHEAD + 1) :][: LOOKAHEAD + 1]
+            own = [drawn[i * (LOOKAHEAD + 1) + j] for j in range(LOOKAHEAD + 1)]
             RULES["block"](tokens[i], distributions[i], lambda j, o=own: sampler.row_distribution(o[j]), stream)
             stream.end_round()
         total = time.perf_counter() - start

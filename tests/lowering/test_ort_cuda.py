@@ -309,8 +309,8 @@ def check_engine(name, dtype, tmp_path, *, cuda_graphs, int4=False, fuse=False, 
             runner.kv.commit(place, runner.kv.kv_len(place) + 1)
     for place, text in enumerate(order):
         runner.kv.commit(place, done[text])
-    chained = runner.chain(0, [RowWork([token], 1) for token in (5, 6, 7)], 4)
-    assert [ids.tolist() for ids in chained] == found, "steps that follow each other on the device"
+    chained = runner.chain(0, [RowWork([token], 1) for token in (5, 6, 7)], [()] * 4)
+    assert [rows.token_ids for rows in chained] == found, "steps that follow each other on the device"
     executor.close()
 
 

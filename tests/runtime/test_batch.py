@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from specexport_runtime.abi import STEP_INPUTS
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import NO_TOKEN, StepBuffers
+from specexport_runtime.executors.base import StepBuffers
 from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.executors.logit_rows import NO_TOKEN
 from specexport_runtime.packing.batch import ModelRunner, RowWork, fill_index_inputs, step_shape
 
 

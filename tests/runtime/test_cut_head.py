@@ -11,8 +11,8 @@ from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import BundleError
-from specexport_runtime.executors.base import argmax_ids
 from specexport_runtime.executors.host_rows import HostRows
+from specexport_runtime.executors.logit_rows import argmax_ids
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.records import DraftStage

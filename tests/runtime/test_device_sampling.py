@@ -354,5 +354,3 @@ def test_without_the_library_or_the_kernels_the_host_draws_and_says_so(tmp_path,
         texts((each, None), given, [4], plan=("lookup", 2)) for each in (executor, make_target(ROWS))
     )
     assert found.output == expected.output
-    with pytest.raises(SpecexportError, match="do not stay on a device"):
-        executor.execute_rows([NOTHING])

@@ -57,13 +57,11 @@ class Counted(NamedTuple):
 
 def decode(executor: Any, params: Callable[[int], SamplingParams], **options: Any) -> Counted:
     steps = []
-    for name in ("execute", "execute_rows", "enqueue"):
+    for name in ("execute" if isinstance(executor, FakeExecutor) else "_execute", "enqueue"):
         inner = getattr(executor, name)
         setattr(executor, name, lambda *a, _inner=inner, _name=name, **o: (steps.append(_name), _inner(*a, **o))[1])
     sequences = [make_sequence(i, prompt, params(i), seed=i, **options) for i, prompt in enumerate(PROMPTS)]
     run(make_decoder(make_target(), executor, LOOKAHEAD), sequences)
-    if isinstance(executor, FakeExecutor):  # its ``execute_rows`` calls ``execute``
-        steps = [name for name in steps if name != "execute_rows"]
     texts = [(seq.output, seq.stats.drafted, seq.stats.accepted, seq.stats.rounds) for seq in sequences]
     return Counted(texts, len(steps), steps.count("enqueue"))
 
@@ -151,7 +149,8 @@ def test_what_looks_at_logits_in_between_is_not_chained(opened: Callable[..., Op
     seq = begun(0, [3, 4], params, draft_exit=DraftExit(DraftExitParams(gamma=0.1)) if what == "exit" else None)
     drafts = open_drafts([seq], [3])
     head = SimpleNamespace(ids=np.arange(VOCAB), widen=lambda logits: logits) if what == "cut head" else None
-    run_drafts(ModelRunner(gpu.executor), drafts, VOCAB, lambda draft: RowWork(draft.since(0)[-1:], 1), head)
+    gpu.executor.name_rows(head)
+    run_drafts(ModelRunner(gpu.executor), drafts, VOCAB, lambda draft: RowWork(draft.since(0)[-1:], 1))
     assert drafts[0].tokens
 
 
@@ -174,8 +173,8 @@ def test_an_id_that_may_not_be_drafted_ends_a_chain_and_not_the_draft(opened: Ca
 
 def test_a_nan_is_the_end_of_its_draft(opened: Callable[..., Opened]) -> None:
     gpu = opened(make_draft("good", 1))
-    collect = gpu.executor.collect
-    gpu.executor.collect = lambda: [np.full_like(ids, -1) if i == 1 else ids for i, ids in enumerate(collect())]
+    collect = gpu.executor._collect
+    gpu.executor._collect = lambda: [np.full_like(ids, -1) if i == 1 else ids for i, ids in enumerate(collect())]
     seq = begun(0, [3, 4])
     drafter = ModelDrafter(ModelRunner(gpu.executor), vocab_size=VOCAB)
     (proposal,) = drafter.propose([seq], [4])
@@ -189,14 +188,14 @@ def test_a_chain_that_breaks_off_leaves_nothing_behind(opened: Callable[..., Ope
     runner, model = ModelRunner(gpu.executor), make_draft("same", 1)
     gpu.executor.collect, collect = None, gpu.executor.collect
     with pytest.raises(TypeError):
-        runner.chain(0, [RowWork([3, 4], 1)], 3)
+        runner.chain(0, [RowWork([3, 4], 1)], [()] * 3)
     gpu.executor.collect = collect
     runner.kv.commit(0, 2)
     token = int(model.logits_after([3, 4]).argmax())
     np.testing.assert_array_equal(runner.step(0, [RowWork([token], 1)])[0], model.logits_after([3, 4, token]))
     runner.kv.commit(0, 3)
-    (ids,) = runner.chain(0, [RowWork([5], 1)], 1)
-    assert ids.tolist() == [int(model.logits_after([3, 4, token, 5]).argmax())]
+    (rows,) = runner.chain(0, [RowWork([5], 1)], [()])
+    assert rows.token_ids == [int(model.logits_after([3, 4, token, 5]).argmax())]
 
 
 def test_an_engine_that_does_not_chain_says_so() -> None:

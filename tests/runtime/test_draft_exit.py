@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from specexport_runtime.drafters.draft_loop import Draft
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.executors.logit_rows import NumpyRows
+from specexport_runtime.executors.row_kernels import whole_row
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sampling.block import RULES
@@ -146,7 +148,8 @@ class Rules:
     def draft(self, seq, table, lookahead):
         draft = Draft(seq, lookahead)
         while draft.is_open:
-            draft.draw(table[(seq.tokens + draft.tokens)[-1]])
+            logits = table[(seq.tokens + draft.tokens)[-1]]
+            draft.draw(NumpyRows(logits[None], [whole_row(len(logits))])[0], len(logits))
         return draft
 
     def observe(self, state, drafted, accepted):

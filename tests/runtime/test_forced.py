@@ -113,16 +113,16 @@ def test_sampled_text_follows_the_masked_distribution(noise, rows, lookahead):
 def test_guesses_that_are_taken_as_if_they_were_forced_are_noticed(monkeypatch):
     from specexport_runtime.decoding import decoder as module
 
-    accept = module.accept_processed
+    accept = module.accept
 
-    def credulous(seq, proposal, logits):
+    def credulous(seq, proposal, rows):
         sure = [
             None if place in proposal.forced else HostDistribution(np.array([token]), np.array([1e-9]))
             for place, token in enumerate(proposal.tokens)
         ]
-        return accept(seq, proposal._replace(distributions=sure), logits)
+        return accept(seq, proposal._replace(distributions=sure), rows)
 
-    monkeypatch.setattr(module, "accept_rows", lambda seq, proposal, rows, _: credulous(seq, proposal, rows.fetch()))
+    monkeypatch.setattr(module, "accept", credulous)
     assert sample("random", 4, 3, 300) < P_VALUE
 
 

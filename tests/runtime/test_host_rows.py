@@ -8,7 +8,7 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.host_rows import HostRows
 from specexport_runtime.executors.row_kernels import MOST_CUT, NOTHING
 from specexport_runtime.sampling.accept import normalised, residual
-from specexport_runtime.sampling.device import DeviceDistribution, TruncatedDistribution, on_host
+from specexport_runtime.sampling.device import RowDistribution, on_host
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from tests.support.cases import chance
@@ -81,16 +81,17 @@ def test_certain_rows_are_cut_by_the_library_and_flat_ones_are_left_to_numpy():
     certain, flat = np.zeros((2, 1, width), np.float32)
     certain[0, :700] = 12 + rng.normal(size=700)
     flat += rng.normal(size=width)
-    for given, wide in (({}, DeviceDistribution), ({"top_p": 0.95}, None), ({"min_p": 0.01}, None)):
+    for given in ({}, {"top_p": 0.95}, {"min_p": 0.01}):
         sampler = Sampler(SamplingParams(temperature=1.0, **given), [1], width)
-        for logits, kind in ((certain, wide or TruncatedDistribution), (flat, wide)):
+        for logits in (certain, flat):
             (row,) = source.collect([sampler.ask(0.5, width)], logits)
             distribution = sampler.row_distribution(row)
-            assert kind is None or isinstance(distribution, kind)
+            assert row.is_cut == (bool(given) and logits is certain)
+            assert isinstance(distribution, RowDistribution) == (logits is certain or not given)
             np.testing.assert_allclose(
                 dense(distribution, width), dense(sampler.distribution(logits[0]), width), rtol=1e-11
             )
-            if kind is TruncatedDistribution:
+            if row.is_cut:
                 assert 128 < np.count_nonzero(dense(distribution, width)) < MOST_CUT
 
 

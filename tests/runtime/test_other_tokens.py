@@ -10,9 +10,9 @@ from specexport_runtime.drafters import other_tokens
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.other_tokens import OtherTokensDrafter, SpelledText
-from specexport_runtime.executors.base import argmax_ids
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.host_rows import HostRows
+from specexport_runtime.executors.logit_rows import argmax_ids
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.records import DraftStage

@@ -15,23 +15,17 @@ from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.rows import Slots
 from specexport_runtime.decoding.schedule import Scheduler
 from specexport_runtime.decoding.verify import (
-    accept_argmax,
-    accept_processed,
-    accept_rows,
+    accept,
     fit_branches,
-    greedy_ids,
     note_paths,
     path_of,
-    row_asks,
-    row_distributions,
     row_work,
     run_target_step,
     score_prompts,
-    wanted,
+    target_rows,
 )
 from specexport_runtime.drafters.base import Drafter
-from specexport_runtime.executors.base import StepOutput
-from specexport_runtime.executors.device_rows import DeviceRows
+from specexport_runtime.executors.logit_rows import LogitRows
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.lookahead.round import step_load
 from specexport_runtime.packing.batch import IDLE, ModelRunner
@@ -186,28 +180,21 @@ class Decoder:
             if proposals[req.row].branches
         }
         scored = {req.row: chunks[req.row] for req in prompts if req.is_scored}
-        want = wanted(self.target, drafting, scores=bool(scored))
-        if want == "rows":
-            for req in drafting:
-                asks = row_asks(req, proposals[req.row], self.target.executor.vocab_size)
-                work[req.row - first] = work[req.row - first]._replace(asks=asks)
         grammars = [(rule, proposals[req.row].tokens) for req in drafting if (rule := req.sampler.grammar) is not None]
         if grammars:
             self._masks.start(grammars)
         try:
-            output = run_target_step(self.target, self.drafter, requests, prompts, trees.keys(), first, work, want)
+            rows = run_target_step(self.target, self.drafter, requests, prompts, trees.keys(), first, work)
         finally:
             if grammars:  # a matcher may not be used while its masks are made
                 self._masks.wait()
         executed = time.perf_counter()
-        broken = []
-        if scored and not isinstance(output, DeviceRows):
-            broken = score_prompts(self.target, prompts, scored, output, first)
+        broken = score_prompts(self.target, prompts, scored, rows, first) if scored else []
         for row, count in chunks.items():
             if row not in proposals:  # a prompt with more to come
                 self.slots.advance(row, count)
         verified = [req for req in drafting if req not in broken] if broken else drafting
-        events = self._accept(verified, proposals, output, first, scored)
+        events = self._accept(verified, proposals, rows, first, scored)
         tested = [event for event in events if event.tokens and event.request.row in trees]
         note_paths(self.target, self.drafter, [path_of(event, *trees[event.request.row]) for event in tested])
         events += [RoundEvent(req, [], 0, 0, is_bonus=False) for req in broken]
@@ -227,39 +214,23 @@ class Decoder:
         self,
         requests: list[Request],
         proposals: Mapping[int, Proposal],
-        output: StepOutput | DeviceRows,
+        rows: LogitRows,
         first_row: int,
         scored: Mapping[int, int],
     ) -> list[RoundEvent]:
-        greedy: list[int] = []
-        if any(req.sampler.is_plain_greedy for req in requests):
-            # One argmax serves all rows; rows of sampled requests are so few that skipping them would not pay.
-            greedy = greedy_ids(output)
+        # Rows of a prompt that is scored come first; its last one is that of the newest token.
+        starts = {
+            req.row: self.target.logit_starts[req.row - first_row] + scored.get(req.row, 1) - 1 for req in requests
+        }
         events = []
-        distributions = {}
-        if isinstance(output, DeviceRows):
-            distributions = row_distributions(requests, proposals, output, self.target.logit_starts, first_row)
-        for req in requests:
+        for req, target in zip(requests, target_rows(requests, proposals, rows, starts), strict=True):
             proposal = proposals[req.row]
-            # Rows of a prompt that is scored come first; its last one is that of the newest token.
-            begin = self.target.logit_starts[req.row - first_row] + scored.get(req.row, 1) - 1
-            end = begin + len(proposal.nodes) + 1
             try:
                 if proposal.error is not None:
                     raise proposal.error
-                rows = output[begin:end]
-                if req.sampler.is_plain_greedy:
-                    verdict = accept_argmax(proposal, greedy[begin:end])
-                elif isinstance(rows, DeviceRows):
-                    verdict = accept_rows(req, proposal, rows, distributions[req.row])
-                else:
-                    verdict = accept_processed(req, proposal, rows)
-                event = self._commit(req, proposal, verdict)
+                event = self._commit(req, proposal, accept(req, proposal, target))
                 if req.logprobs is not None:
-                    logits = rows.fetch() if isinstance(rows, DeviceRows) else rows
-                    if event.path is not None:  # of each token that stays, the row of the one before it
-                        logits = logits[[0, *[place + 1 for place in event.path]]]
-                    req.logprobs += logprobs_of(event.tokens, logits, req.params.logprobs or 0)
+                    req.logprobs += logprobs_of(event.tokens, target.logits(event.path), req.params.logprobs or 0)
                 events.append(event)
             except Exception as error:  # whatever it is, it concerns this request alone
                 req.finish_reason = None  # half a commit may have set it

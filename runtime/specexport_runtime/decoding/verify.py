@@ -2,56 +2,54 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.errors import CheckFailedError, SpecexportError
-from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
-from specexport_runtime.executors.device_rows import DeviceRows
+from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.executors.logit_rows import NO_TOKEN, LogitRows
 from specexport_runtime.executors.row_kernels import RowAsk, whole_row
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.records import Proposal
 from specexport_runtime.requests.request import Request, RoundEvent
 from specexport_runtime.sampling.accept import Verdict, accept_greedy, first_refused
 from specexport_runtime.sampling.block import RULES, Chances, accept_block, find_chances, tested_places
-from specexport_runtime.sampling.device import DeviceDistribution, Residual, find_masses
+from specexport_runtime.sampling.device import Residual, RowDistribution, find_masses
 from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.logprobs import logprobs_of
 from specexport_runtime.sampling.tree import TREE_RULES, accept_tree_greedy
 
-Wanted = Want | Literal["rows"]
-"""``"rows"``: logits stay on the device."""
-
-
-def wanted(target: ModelRunner, requests: Sequence[Request], *, scores: bool) -> Wanted:
-    """What a step must give for the requests that draft in it; ``scores``: prompts get log-probabilities."""
-    if not scores and not any(req.needs_logits for req in requests):
-        return "token_ids"  # all is greedy, and a GPU need not send logits: the argmax is taken beside them
-    return "rows" if target.executor.keeps_rows and not scores else "logits"
-
 
 def row_asks(req: Request, proposal: Proposal, width: int) -> list[RowAsk]:
-    """What is asked of the rows of logits [K+1, ``width``] that test a draft, if they stay on the device."""
+    """What is asked of the rows of logits [K+1, ``width``] that test a draft; nothing: the greedy tokens will do."""
     drafted = proposal.tokens
-    if proposal.branches:
+    if req.logprobs is None and req.sampler.is_plain_greedy:
+        return []
+    if proposal.branches or req.sampler.is_greedy:
         return [whole_row(width)] * (len(proposal.nodes) + 1)
-    if req.sampler.is_greedy:
-        return [whole_row(width)] * (len(drafted) + 1) if req.needs_logits else []
     asks = [req.sampler.ask(req.draws.peek(j).resample, width, token) for j, token in enumerate([*drafted, NO_TOKEN])]
-    return asks if req.logprobs is None else [ask._replace(rule=ask.rule._replace(fetch=True)) for ask in asks]
+    return asks if req.logprobs is None else [_fetched(ask) for ask in asks]
+
+
+def _fetched(ask: RowAsk) -> RowAsk:
+    return ask._replace(rule=ask.rule._replace(fetch=True))
 
 
 def row_work(target: ModelRunner, req: Request, count: int, proposal: Proposal | None) -> RowWork:
     """``count`` tokens that the target has not seen, and the draft behind them."""
-    kv_len = target.kv.kv_len(req.row)
+    kv_len, width = target.kv.kv_len(req.row), target.executor.vocab_size
     known = req.tokens[kv_len : kv_len + count]
-    wanted = count if req.is_scored else 1
+    scored = [whole_row(width)] * count if req.is_scored else []
     if proposal is None:
-        return RowWork(known, wanted, adapter=req.adapter)
+        return RowWork(known, len(scored) or 1, adapter=req.adapter, asks=scored)
     nodes, chain = proposal.nodes, len(proposal.tokens)
+    asks = row_asks(req, proposal, width)
+    if scored:  # the last of these rows tests the draft's first token
+        asks = [*scored[1:], _fetched(asks[0]), *asks[1:]] if asks else scored
     # A root's parent is the newest token, which stands before the draft.
     parents = [place - branch.parent for place, branch in enumerate(proposal.branches, start=chain)]
-    return RowWork(known + nodes, len(nodes) + wanted, drafts=len(nodes), adapter=req.adapter, parents=parents)
+    wanted = len(nodes) + (len(scored) or 1)
+    return RowWork(known + nodes, wanted, drafts=len(nodes), adapter=req.adapter, asks=asks, parents=parents)
 
 
 def fit_branches(target: ModelRunner, req: Request, proposal: Proposal, entries: int) -> Proposal:
@@ -71,20 +69,19 @@ def run_target_step(
     trees: Collection[int],  # rows of which :func:`note_paths` gives the features, when it is known what stays
     first_row: int,
     work: Sequence[RowWork],
-    want: Wanted,
-) -> StepOutput | DeviceRows:
+) -> LogitRows:
     """A step of the target that gives the drafter what it wants to know, and computes nothing of that otherwise."""
     executor = target.executor
     measured = [req for req in prompts if executor.num_gates and drafter.wants_similarity(req)]
     read = [req for req in requests if drafter.wants_features(req)] if executor.gives_features else []
     if not measured and not read:
-        return _step(target, first_row, work, want)
+        return target.step_rows(first_row, work)
     try:
         if measured:
             executor.measure_similarity(True)
         if read:
             executor.want_features(True)
-        output = _step(target, first_row, work, want)
+        output = target.step_rows(first_row, work)
     finally:
         if measured:
             executor.measure_similarity(False)
@@ -133,12 +130,8 @@ def note_paths(target: ModelRunner, drafter: Drafter, paths: Sequence[PathOf]) -
             drafter.note_features(req, start, target.executor.features[places])
 
 
-def _step(target: ModelRunner, first_row: int, work: Sequence[RowWork], want: Wanted) -> StepOutput | DeviceRows:
-    return target.step_rows(first_row, work) if want == "rows" else target.step(first_row, work, want)
-
-
 def score_prompts(
-    target: ModelRunner, prompts: Sequence[Request], scored: Mapping[int, int], output: StepOutput, first_row: int
+    target: ModelRunner, prompts: Sequence[Request], scored: Mapping[int, int], rows: LogitRows, first_row: int
 ) -> list[Request]:
     """Keep log-probabilities of prompts, ``scored`` tokens of each row; returns the requests that failed."""
     failed = []
@@ -146,7 +139,7 @@ def score_prompts(
         if req.row in scored:
             begin = target.logit_starts[req.row - first_row]
             try:
-                note_scores(req, target.kv.kv_len(req.row), output[begin : begin + scored[req.row]])
+                note_scores(req, target.kv.kv_len(req.row), rows.fetch(begin, begin + scored[req.row]))
             except Exception as error:  # whatever it is, it concerns this request alone
                 req.end("error", error)
                 failed.append(req)
@@ -161,133 +154,101 @@ def note_scores(req: Request, start: int, logits: Float32Array) -> None:
     req.prompt_logprobs += logprobs_of(following, logits[: len(following)], req.params.prompt_logprobs or 0)
 
 
-def greedy_ids(output: StepOutput | DeviceRows) -> list[int]:
-    """The greedy token of each row of a step, ``NO_TOKEN`` for one with a NaN."""
-    if isinstance(output, DeviceRows):
-        return output.token_ids()
-    ids: list[int] = (output if output.ndim == 1 else argmax_ids(output)).tolist()
-    return ids
+class TargetRows:
+    """What the target says behind one request's draft: the rows of logits of a step from ``begin`` on.
 
+    The first row is behind the text, and row i + 1 behind node i of the draft.
+    """
 
-def accept_argmax(proposal: Proposal, greedy: Sequence[int]) -> Verdict:
-    """Accept K draft tokens by the target's K+1 greedy tokens; CheckFailedError if the logits held a NaN."""
-    if proposal.branches:
-        verdict = accept_tree_greedy(proposal.nodes, proposal.parents, lambda place: greedy[place + 1])
-    else:
-        verdict = accept_greedy(proposal.tokens, greedy)
-    if verdict.next_token == NO_TOKEN:
-        raise CheckFailedError("the target's logits contain NaN.", "run `specexport verify` on this bundle.")
-    return verdict
-
-
-class RowDistributions:
-    """What the target says behind one request's draft, by place, in rows that stay on a device from ``begin`` on."""
-
-    def __init__(self, req: Request, drafted: Sequence[int], rows: DeviceRows, begin: int) -> None:
-        self._sampler, self._drafted, self._rows, self._begin = req.sampler, drafted, rows, begin
+    def __init__(self, req: Request, proposal: Proposal, rows: LogitRows, begin: int) -> None:
+        self._req, self._proposal, self._rows, self._begin = req, proposal, rows, begin
         self._made: dict[int, Distribution] = {}
         self.chances: Chances | None = None  # of a draft that is accepted as a block
 
-    def __call__(self, place: int) -> Distribution:
-        """The distribution behind so many draft tokens."""
+    def _before(self, place: int) -> list[int]:
+        """Draft tokens before a row: those of the node's own path."""
+        proposal = self._proposal
+        if not proposal.branches:
+            return proposal.tokens[:place]
+        nodes = proposal.nodes
+        return [nodes[each] for each in proposal.path_to(place - 1)]
+
+    def greedy(self, place: int) -> int:
+        """The token of a row; CheckFailedError if its logits hold a NaN."""
+        sampler = self._req.sampler
+        if not sampler.is_plain:
+            return sampler.greedy_token(self._rows[self._begin + place].fetch(), self._before(place))
+        token = self._rows.token_ids[self._begin + place]  # one argmax serves all requests
+        if token == NO_TOKEN:
+            raise CheckFailedError("the target's logits contain NaN.", "run `specexport verify` on this bundle.")
+        return token
+
+    def distribution(self, place: int) -> Distribution:
+        """The distribution of a row."""
         distribution = self._made.get(place)
         if distribution is None:
-            distribution = self._sampler.row_distribution(self._rows[self._begin + place], self._drafted[:place])
-            self._made[place] = distribution
+            row = self._rows[self._begin + place]
+            distribution = self._made[place] = self._req.sampler.row_distribution(row, self._before(place))
         return distribution
 
+    def logits(self, path: Sequence[int] | None) -> Float32Array:
+        """Raw logits [n, V], those behind the nodes of ``path`` alone if there is one."""
+        logits = self._rows.fetch(self._begin, self._begin + len(self._proposal.nodes) + 1)
+        return logits if path is None else logits[[0, *[place + 1 for place in path]]]
 
-def accept_rows(req: Request, proposal: Proposal, rows: DeviceRows, distributions: RowDistributions) -> Verdict:
-    """As :func:`accept_processed`, of rows [K+1] that stay on the device, by :func:`row_distributions`."""
-    if req.sampler.is_greedy or proposal.branches:
-        return accept_processed(req, proposal, rows.fetch())
-    if distributions.chances is not None:
-        return accept_block(proposal.tokens, proposal.distributions, distributions, req.draws, distributions.chances)
-    return RULES[req.acceptance](proposal.tokens, proposal.distributions, distributions, req.draws)
+    def ask_ahead(self) -> list[Residual]:
+        """The residuals that the draft may end with, of rows that a look at costs a wait."""
+        req, proposal, draws = self._req, self._proposal, self._req.draws
+        drafted, drafts = proposal.tokens, proposal.distributions
+        if proposal.error is not None or not drafts or proposal.branches or not req.sampler.is_uncut:
+            return []
+        places: Iterable[tuple[int, float]]
+        if req.acceptance == "token":
+            place, _, token = first_refused(drafted, drafts, self.distribution, draws)
+            places = [(place, 1.0)] if token is None else []
+        else:
+            self.chances = find_chances(drafted, drafts, self.distribution, draws)
+            places = tested_places(self.chances.found, draws)
+        asked: list[Residual] = []
+        for place, chance in places:
+            target = None if place == len(drafted) else self.distribution(place)
+            if isinstance(target, RowDistribution) and (found := target.ask(drafts[place], chance)) is not None:
+                asked.append(found)
+            if target is None or chance == 1.0:
+                break
+        return asked
 
 
-def row_distributions(
+def accept(req: Request, proposal: Proposal, rows: TargetRows) -> Verdict:
+    """How much of a draft stays, and what comes behind it."""
+    nodes = proposal.nodes
+    if req.sampler.is_greedy:
+        if proposal.branches:
+            return accept_tree_greedy(nodes, proposal.parents, lambda place: rows.greedy(place + 1))
+        return accept_greedy(nodes, rows.greedy)
+    if proposal.branches:
+        chain = proposal.distributions or [None] * len(proposal.tokens)
+        drawn_from = [*chain, *[branch.distribution for branch in proposal.branches]]
+        rule = TREE_RULES[req.acceptance]
+        return rule(nodes, proposal.parents, drawn_from, lambda place: rows.distribution(place + 1), req.draws)
+    if rows.chances is not None:
+        return accept_block(nodes, proposal.distributions, rows.distribution, req.draws, rows.chances)
+    return RULES[req.acceptance](nodes, proposal.distributions, rows.distribution, req.draws)
+
+
+def target_rows(
     requests: Sequence[Request],
     proposals: Mapping[int, Proposal],
-    rows: DeviceRows,
-    starts: Sequence[int],  # where those of each cache row begin, from the first one of the step on
-    first_row: int,
-) -> dict[int, RowDistributions]:
-    """By cache row, distributions of requests that :func:`row_asks` asked for; all residuals are found at once."""
-    distributions: dict[int, RowDistributions] = {}
-    asked: list[Residual] = []
-    for req in requests:
-        proposal, begin = proposals[req.row], starts[req.row - first_row]
-        distributions[req.row] = distribution = RowDistributions(req, proposal.tokens, rows, begin)
-        # One request rarely asks twice, and looking ahead costs more than that.
-        if (
-            len(requests) > 1
-            and not rows.is_near
-            and proposal.error is None
-            and proposal.distributions
-            and req.sampler.is_uncut
-        ):
+    rows: LogitRows,
+    starts: Mapping[int, int],  # where those that test a draft begin, by cache row
+) -> list[TargetRows]:
+    """The rows of each request; where a look at one takes a wait, all residuals of the step are found at once."""
+    found = [TargetRows(req, proposals[req.row], rows, starts[req.row]) for req in requests]
+    # One request rarely asks twice, and looking ahead costs more than that.
+    if len(requests) > 1 and not rows.is_near:
+        asked: list[Residual] = []
+        for each in found:
             with suppress(Exception):  # acceptance meets it again
-                _ask_ahead(req, proposal.tokens, proposal.distributions, distribution, asked)
-    find_masses(asked)
-    return distributions
-
-
-def _ask_ahead(
-    req: Request,
-    drafted: Sequence[int],
-    drafts: Sequence[Distribution | None],
-    distributions: RowDistributions,
-    asked: list[Residual],
-) -> None:
-    """Ask for the residuals that a draft may end with."""
-    draws = req.draws
-    places: Iterable[tuple[int, float]]
-    if req.acceptance == "token":
-        place, _, token = first_refused(drafted, drafts, distributions, draws)
-        places = [(place, 1.0)] if token is None else []
-    else:
-        distributions.chances = find_chances(drafted, drafts, distributions, draws)
-        places = tested_places(distributions.chances.found, draws)
-    for place, chance in places:
-        if place == len(drafted):
-            return
-        target = distributions(place)
-        if isinstance(target, DeviceDistribution) and (found := target.ask(drafts[place], chance)) is not None:
-            asked.append(found)
-        if chance == 1.0:
-            return
-
-
-def accept_processed(req: Request, proposal: Proposal, logits: Float32Array) -> Verdict:
-    """Acceptance of raw ``logits`` [K+1, V] whose processing depends on the draft tokens before each row."""
-    if proposal.branches:
-        return _accept_tree(req, proposal, logits)
-    drafted = proposal.tokens
-    if req.sampler.is_greedy:
-        targets: list[int] = []
-        while len(targets) <= len(drafted) and targets == drafted[: len(targets)]:
-            targets.append(req.sampler.greedy_token(logits[len(targets)], drafted[: len(targets)]))
-        return accept_greedy(drafted, targets)
-    return RULES[req.acceptance](
-        drafted,
-        proposal.distributions,
-        lambda j: req.sampler.distribution(logits[j], drafted[:j]),
-        req.draws,
-    )
-
-
-def _accept_tree(req: Request, proposal: Proposal, logits: Float32Array) -> Verdict:
-    """As :func:`accept_processed`: each node's row of logits sees the tokens of its own path."""
-    nodes, parents, sampler = proposal.nodes, proposal.parents, req.sampler
-
-    def before(place: int) -> list[int]:
-        return [nodes[each] for each in proposal.path_to(place)]
-
-    if sampler.is_greedy:
-        return accept_tree_greedy(nodes, parents, lambda place: sampler.greedy_token(logits[place + 1], before(place)))
-    chain = proposal.distributions or [None] * len(proposal.tokens)
-    drafted = [*chain, *[branch.distribution for branch in proposal.branches]]
-    return TREE_RULES[req.acceptance](
-        nodes, parents, drafted, lambda place: sampler.distribution(logits[place + 1], before(place)), req.draws
-    )
+                asked += each.ask_ahead()
+        find_masses(asked)
+    return found

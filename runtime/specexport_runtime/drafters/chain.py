@@ -148,7 +148,7 @@ class ChainDrafter(Drafter):
 
     def can_restart(self, request: Request) -> bool:
         """Whether every drafter of the request's plan can go on when it was paused."""
-        return all(self.drafters[name].can_restart(request) for name, _ in request.draft_plan)
+        return all(drafter.can_restart(request) for drafter in self._planned(request))
 
     def restart(self, request: Request) -> None:
         """Tell every drafter, and what chooses their lengths; see ``Drafter.restart``."""
@@ -192,35 +192,27 @@ class ChainDrafter(Drafter):
 
     def wants_similarity(self, request: Request) -> bool:
         """Whether a drafter of the request's plan does."""
-        return any(True for _ in self._curious(request))
+        return any(drafter.wants_similarity(request) for drafter in self._planned(request))
 
     def note_similarity(self, request: Request, similarity: Float32Array) -> None:
         """Tell the drafters of the request's plan that want to know."""
-        for drafter in self._curious(request):
-            drafter.note_similarity(request, similarity)
+        for drafter in self._planned(request):
+            if drafter.wants_similarity(request):
+                drafter.note_similarity(request, similarity)
 
     def wants_features(self, request: Request) -> bool:
         """Whether a drafter of the request's plan does."""
-        return any(True for _ in self._reading(request))
+        return any(drafter.wants_features(request) for drafter in self._planned(request))
 
     def note_features(self, request: Request, start: int, features: Float32Array) -> None:
         """Tell the drafters of the request's plan that want to know."""
-        for drafter in self._reading(request):
-            drafter.note_features(request, start, features)
-
-    def _reading(self, request: Request) -> Iterator[Drafter]:
-        """The drafters of a request's plan that read features of it."""
-        for name, _ in request.draft_plan:
-            drafter = self.drafters[name]
+        for drafter in self._planned(request):
             if drafter.wants_features(request):
-                yield drafter
+                drafter.note_features(request, start, features)
 
-    def _curious(self, request: Request) -> Iterator[Drafter]:
-        """The drafters of a request's plan that want to know its similarity."""
-        for name, _ in request.draft_plan:
-            drafter = self.drafters[name]
-            if drafter.wants_similarity(request):
-                yield drafter
+    def _planned(self, request: Request) -> Iterator[Drafter]:
+        """The drafters of a request's plan."""
+        return (self.drafters[name] for name, _ in request.draft_plan)
 
 
 _NOTHING = Proposal([], end="none")

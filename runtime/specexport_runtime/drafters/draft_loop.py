@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from specexport_runtime.drafters.siblings import (
     usual_siblings,
 )
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
-from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
-from specexport_runtime.executors.device_rows import DeviceRow
+from specexport_runtime.executors.logit_rows import NO_TOKEN, Float32Array, LogitRow, NumpyRows
 from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, RowRule, whole_row
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.requests.records import Begun, Branch, DraftEnd, Proposal
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from specexport_runtime.drafters.at_once import AtOnce
     from specexport_runtime.drafters.correction import Correction, Corrector
 
+_Rows = TypeVar("_Rows")
 _NAN = "the draft's logits contain NaN."
 _log = logging.getLogger(__name__)
 
@@ -73,19 +73,13 @@ class Draft:
         return not self._room or len(self.tokens) + len(self.waiting) < self._room
 
     @property
-    def needs_logits(self) -> bool:
-        """Whether the next token takes more than its id. The last token of a draft has nothing to end."""
-        return self.may_exit or self.num_siblings > 0 or not self.request.sampler.is_plain_greedy
-
-    @property
     def may_exit(self) -> bool:
-        """Whether the draft may end with the next token because the model is not sure."""
+        """Whether the draft may end with the next token because the model is not sure: the last has nothing to end."""
         return self._exit is not None and self._steps + 1 < self.limit
 
-    @property
-    def num_siblings(self) -> int:
-        """Branches that there may be beside the next token, if it is the model's."""
-        place = len(self.tokens) - len(self.forced)
+    def _siblings_at(self, ahead: int = 0) -> int:
+        """Branches that there may be beside the token ``ahead`` of the next, if it is the model's."""
+        place = len(self.tokens) - len(self.forced) + ahead
         return self._siblings[place] if place < len(self._siblings) else 0
 
     def plain_steps(self, *, draws: bool) -> int:
@@ -133,76 +127,59 @@ class Draft:
             self.distributions.append(distribution)
 
     def ask(self, width: int, num_rows: int, ahead: int = 0) -> RowAsk:
-        """What to ask of a row of logits on the device, ``ahead`` of the next; there are ``num_rows`` cache rows."""
-        sampler = self.request.sampler
-        if self.num_siblings:
+        """What to ask of the row of logits ``ahead`` of the next; there are ``num_rows`` cache rows."""
+        sampler, steps = self.request.sampler, self._steps + ahead
+        if self._siblings_at(ahead):
             return whole_row(width)
         if sampler.is_plain_greedy:  # the probability of the likeliest token, to end the draft by
-            return NOTHING if self._exit is None else RowAsk(RowRule(1.0, width))
+            may_exit = self._exit is not None and steps + 1 < self.limit
+            return RowAsk(RowRule(1.0, width)) if may_exit else NOTHING
         uniform = self.request.draws.peek(len(self.tokens) + ahead).draft
-        return sampler.ask(uniform, width, slot=(self._steps + ahead) * num_rows + self.request.row)
+        return sampler.ask(uniform, width, slot=steps * num_rows + self.request.row)
 
-    def draw_row(self, row: DeviceRow, width: int) -> None:
-        """As :meth:`draw`, from a row that stays on the device and was asked by :meth:`ask`."""
-        sampler, distribution = self.request.sampler, None
-        if self.num_siblings:
-            return self.draw(row.fetch())
-        if self.distributions is None:
-            if sampler.is_plain and row.ask == NOTHING:
-                return _take(self, row.token_id, width, None)
-            if not sampler.is_plain or not row.found.is_whole or not 0 <= row.token_id < width:
-                return self.draw(row.fetch())
-            token, top = row.token_id, 1.0 / row.found.total
-        else:
-            distribution = sampler.row_distribution(row, self.tokens)
-            token, top = sample_token(distribution, self.request.draws(len(self.tokens)).draft), distribution.top
-        draft_exit = self._exit if self._steps + 1 < self.limit else None
-        self.has_exited = draft_exit is not None and draft_exit.should_end(top)
-        return self.append(token, distribution)
-
-    def draw(self, logits: Float32Array, cut_head: "CutHead | None" = None, confidence: float | None = None) -> None:
-        """Append the token that ``logits`` [V], or [N] of ``cut_head``, give; end the draft if it is not sure of it.
+    def draw(self, row: LogitRow, width: int, confidence: float | None = None) -> None:
+        """Append the token, below ``width``, that a row of logits gives; end the draft if it is not sure of it.
 
         The token is kept then: to leave it out because of *what it is* would make the text follow another distribution.
         ``confidence`` is what the model itself says of the place, whatever is drawn; without it the top probability is.
         CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
         """
-        req, top, distribution, siblings = self.request, 1.0, None, self.num_siblings
-        draft_exit = self._exit if self._steps + 1 < self.limit else None
-        plain = req.sampler.is_plain_greedy
-        if cut_head is not None and not plain:  # penalties and bias go by token id
-            logits = cut_head.widen(logits)
-        if self.distributions is None:
-            token = _plain_greedy(logits) if plain else req.sampler.greedy_token(logits, self.tokens)
-            if draft_exit is not None:  # with penalties: of the token they chose, but before them
-                top = _probability(logits, token)
-            if siblings:
-                self._branch_greedily(logits, token, siblings, cut_head if plain else None)
-            if cut_head is not None and plain:
-                token = int(cut_head.ids[token])
-        else:
-            distribution = req.sampler.distribution(logits, self.tokens)
-            token = sample_token(distribution, req.draws(len(self.tokens)).draft)
-            if siblings:
-                self._branch_drawn(distribution, token, siblings)
-            if draft_exit is not None:
+        if row.ask is NOTHING:
+            if row.token_id == NO_TOKEN:
+                raise CheckFailedError(_NAN)
+            # One that may not be drafted: a wrong guess costs a rejection, nothing else.
+            return self.append(row.token_id if row.token_id < width else 0)
+        distribution, top, may_exit = None, 1.0, self.may_exit
+        if self.distributions is not None:
+            distribution = self.request.sampler.row_distribution(row, self.tokens)
+            token = sample_token(distribution, self.request.draws(len(self.tokens)).draft)
+            if count := self._siblings_at():
+                self._branch_drawn(distribution, token, count)
+            if may_exit and confidence is None:
                 top = distribution.top
-        top = top if confidence is None else confidence
-        self.has_exited = draft_exit is not None and draft_exit.should_end(top)
-        self.append(token, distribution)
-
-    def _branch_greedily(self, logits: Float32Array, token: int, count: int, cut_head: "CutHead | None") -> None:
-        """Put the next best tokens beside the next one, ``token``; with a ``cut_head`` they are rows of it."""
-        sampler, parent = self.request.sampler, len(self.tokens) - 1
-        if sampler.is_plain:
-            found = runners_up(logits, token, count)
         else:
+            token, top = self._draw_greedily(row, width)
+        if self._exit is not None and may_exit:
+            self.has_exited = self._exit.should_end(top if confidence is None else confidence)
+        return self.append(token, distribution)
+
+    def _draw_greedily(self, row: LogitRow, width: int) -> tuple[int, float]:
+        """The likeliest token, and its probability if the draft may end with it."""
+        sampler, count = self.request.sampler, self._siblings_at()
+        if sampler.is_plain and not count and row.found.is_whole and 0 <= row.token_id < width:
+            return row.token_id, 1.0 / row.found.total
+        logits = row.fetch()
+        token = _plain_greedy(logits) if sampler.is_plain else sampler.greedy_token(logits, self.tokens)
+        # With penalties: of the token they chose, but before them.
+        top = _probability(logits, token) if self.may_exit else 1.0
+        if count:
             allowed, ids = sampler.allowed_logits(logits, self.tokens)
-            found = runners_up(allowed, int(ids.searchsorted(token)), count)
-            found = [(int(ids[place]), ratio) for place, ratio in found]
-        if cut_head is not None:
-            found = [(int(cut_head.ids[row]), ratio) for row, ratio in found]
-        self.branches += [Branch(sibling, parent, ratio=ratio) for sibling, ratio in found]
+            found = runners_up(allowed, token if ids is None else int(ids.searchsorted(token)), count)
+            self.branches += [
+                Branch(best if ids is None else int(ids[best]), len(self.tokens) - 1, ratio=ratio)
+                for best, ratio in found
+            ]
+        return token, top
 
     def _branch_drawn(self, distribution: Distribution, token: int, count: int) -> None:
         """Put tokens beside the next one, ``token``, that are drawn from what it and its elder siblings leave."""
@@ -267,103 +244,47 @@ def open_drafts(
 def run_drafts(
     runner: ModelRunner,  # its committed lengths grow by what it is fed
     drafts: Sequence[Draft],  # in ascending rows
-    vocab_size: int,  # ids that may be drafted; logits beyond it are cut off
+    width: int,  # ids that may be drafted; logits beyond it are cut off
     pending: Callable[[Draft], RowWork],  # what is fed for a draft as it stands: what the model has not seen
-    cut_head: "CutHead | None" = None,  # ids below ``vocab_size`` of the LM head's rows; None where it has all
     is_kept: Callable[[Draft], bool] = lambda _: True,  # whether what is fed for a draft as it stands is committed
 ) -> None:
-    """Fill all drafts, one packed step of the model a depth, on the device alone where only ids are needed."""
-    can_chain = runner.chains and cut_head is None and not runner.executor.reads_features
-    num_rows = vocab_size if cut_head is None else len(cut_head.ids)
+    """Fill all drafts, one packed step of the model a depth, or several depths with one wait where a device draws."""
+    executor = runner.executor
+    can_chain = runner.chains and executor.head is None and not executor.reads_features
     while active := [draft for draft in drafts if draft.is_open]:
         for draft in active:
             draft.begin_step()
-        work = [(draft.request.row, pending(draft)) for draft in active]
-        draws = runner.executor.keeps_rows
-        count = min(draft.plain_steps(draws=draws) for draft in active) if can_chain else 0
+        work = [pending(draft) for draft in active]
+        count = min(draft.plain_steps(draws=executor.keeps_rows) for draft in active) if can_chain else 0
         if count > 1:
-            _chain(runner, active, work, num_rows, count)
+            _chain(runner, active, work, width, count)
             continue
+        kept = [len(given.tokens) if is_kept(draft) else 0 for draft, given in zip(active, work, strict=True)]
         if runner.has_states:
             drafted = [len(draft.tokens) for draft in active]
-            work = [(row, given._replace(drafts=count)) for (row, given), count in zip(work, drafted, strict=True)]
-        kept = [is_kept(draft) for draft in active]
-        if not any(draft.needs_logits for draft in active):
-            ids = _step(runner, work, kept, "token_ids").tolist()
-            _carry(runner, active)
-            for draft, token in zip(active, ids, strict=True):
-                _take(draft, token, num_rows, cut_head)
-        elif runner.executor.keeps_rows and (cut_head is None or runner.executor.names_rows):
-            _draw_on_device(runner, active, work, kept, vocab_size, cut_head)
-        else:
-            logits = _step(runner, work, kept, "logits")[:, :num_rows]
-            _carry(runner, active)
-            for draft, row in zip(active, logits, strict=True):
-                _draw(draft, row, cut_head)
+            work = [given._replace(drafts=count) for given, count in zip(work, drafted, strict=True)]
+        asks = [draft.ask(width, executor.num_rows) for draft in active]
+        if any(ask is not NOTHING for ask in asks):
+            work = [given._replace(asks=[ask]) for given, ask in zip(work, asks, strict=True)]
+        rows, starts = _step(runner, active, work, kept, runner.step_rows)
+        if executor.reads_features:
+            for draft, handed in zip(active, executor.next_features.copy(), strict=True):
+                draft.carried = handed
+        for draft, start in zip(active, starts, strict=True):
+            _draw(draft, rows[start], width)
 
 
-def _draw_on_device(
-    runner: ModelRunner,
-    active: Sequence[Draft],
-    work: Sequence[tuple[int, RowWork]],
-    kept: Sequence[bool],
-    width: int,
-    cut_head: "CutHead | None",
-) -> None:
-    """A step whose logits stay on the device."""
-    num_rows = runner.executor.num_rows
-    asked = [
-        (row, given._replace(asks=[draft.ask(width, num_rows)]))
-        for draft, (row, given) in zip(active, work, strict=True)
-    ]
-    first = work[0][0]
-    rows = runner.step_rows(first, _with_idle_rows(asked))
-    _count_seen(runner, work, kept)
-    _carry(runner, active)
-    for draft in active:
-        place = runner.logit_starts[draft.request.row - first]
-        if cut_head is not None and (draft.num_siblings or not draft.request.sampler.is_plain):
-            _draw(draft, rows.fetch()[place, : len(cut_head.ids)], cut_head)
-            continue
-        try:
-            if not draft.step_waiting():
-                draft.draw_row(rows[place], width)
-        except Exception as error:  # see ``_draw``
-            draft.error = error
-
-
-def _chain(
-    runner: ModelRunner, active: Sequence[Draft], work: Sequence[tuple[int, RowWork]], num_rows: int, count: int
-) -> None:
+def _chain(runner: ModelRunner, active: Sequence[Draft], work: Sequence[RowWork], width: int, count: int) -> None:
     """Run ``count`` steps, the first with ``work``; what a step was fed that no draft has is not committed."""
-    before = [runner.kv.kv_len(row) + len(given.tokens) for row, given in work]
-    if any(draft.needs_logits for draft in active):
-        _chain_draws(runner, active, work, num_rows, count)
-        return
-    steps = [ids.tolist() for ids in runner.chain(work[0][0], _with_idle_rows(work), count)]
-    for i, draft in enumerate(active):
-        for depth, ids in enumerate(steps):
-            _take(draft, ids[i], num_rows, None)
-            if draft.error is not None or draft.tokens[-1] != ids[i]:  # what comes behind it followed another token
-                runner.kv.commit(work[i][0], before[i] + depth)
-                break
-
-
-def _chain_draws(
-    runner: ModelRunner, active: Sequence[Draft], work: Sequence[tuple[int, RowWork]], width: int, count: int
-) -> None:
-    """As :func:`_chain`, where the device draws the tokens that the next step is fed."""
-    before = [runner.kv.kv_len(row) + len(given.tokens) for row, given in work]
-    asks = [[draft.ask(width, runner.executor.num_rows, ahead) for draft in active] for ahead in range(count)]
-    steps = runner.chain_rows(work[0][0], _with_idle_rows(work), asks)
+    kv, num_rows = runner.kv, runner.executor.num_rows
+    before = [kv.kv_len(draft.request.row) + len(given.tokens) for draft, given in zip(active, work, strict=True)]
+    asks = [[draft.ask(width, num_rows, ahead) for draft in active] for ahead in range(count)]
+    steps = runner.chain(active[0].request.row, _with_idle_rows(active, work), asks)
     for i, draft in enumerate(active):
         for depth, rows in enumerate(steps):
-            try:
-                draft.draw_row(rows[i], width)
-            except Exception as error:  # see ``_draw``
-                draft.error = error
+            _draw(draft, rows[i], width)
             if draft.error is not None or draft.tokens[-1] != rows[i].token_id:
-                runner.kv.commit(work[i][0], before[i] + depth)
+                kv.commit(draft.request.row, before[i] + depth)  # what comes behind it followed another token
                 break
 
 
@@ -371,102 +292,79 @@ def draft_at_once(
     runner: ModelRunner,
     drafts: Sequence[Draft],
     work: "Sequence[AtOnce]",
-    vocab_size: int,
-    cut_head: "CutHead | None" = None,
+    width: int,
     corrector: "Corrector | None" = None,
 ) -> None:
     """Fill all drafts, open ones in ascending rows, from one packed step, whose last rows are of the draft's places.
 
-    ``work`` wants as many logits for each draft as it has places; ``cut_head`` has the ids below ``vocab_size`` of the
-    LM head's rows, None where it has all. A ``corrector`` changes the logits of a place by the tokens before it.
+    ``work`` wants as many logits for each draft as it has places; ids below ``width`` may be drafted. A ``corrector``
+    changes the logits of a place by the tokens before it.
     """
-    first = drafts[0].request.row
-    rows = [IDLE] * (drafts[-1].request.row - first + 1)
-    for draft, given in zip(drafts, work, strict=True):
-        rows[draft.request.row - first] = given.work
-    num_rows = vocab_size if cut_head is None else len(cut_head.ids)
-    with_logits = corrector is not None or any(
-        draft.request.draft_exit is not None or draft.needs_logits for draft in drafts
-    )
-    output = runner.step(first, rows, "logits" if with_logits else "token_ids")
-    for draft, given in zip(drafts, work, strict=True):
-        row = draft.request.row
-        runner.kv.commit(row, runner.kv.kv_len(row) + given.kept)
-        begin = runner.logit_starts[row - first]
-        places = slice(begin, begin + given.work.num_logits)
-        if corrector is not None:
-            states = runner.executor.next_features[places]
-            newest = draft.request.tokens[-1]
-            _draw_corrected(draft, corrector.begin(output[places, :num_rows], states, newest), cut_head)
-            continue
+    executor, kept = runner.executor, [given.kept for given in work]
+    if corrector is not None:
+        logits, starts = _step(runner, drafts, [given.work for given in work], kept, runner.step)
+        num_rows = width if executor.head is None else len(executor.head.ids)
+        for draft, given, start in zip(drafts, work, starts, strict=True):
+            places = slice(start, start + given.work.num_logits)
+            newest, states = draft.request.tokens[-1], executor.next_features[places]
+            correction = corrector.begin(logits[places, :num_rows], states, newest)
+            _draw_corrected(draft, correction, width, executor.head)
+        return
+    asked = [
+        given.work._replace(asks=[draft.ask(width, executor.num_rows, i) for i in range(given.work.num_logits)])
+        for draft, given in zip(drafts, work, strict=True)
+    ]
+    rows, starts = _step(runner, drafts, asked, kept, runner.step_rows)
+    for draft, given, start in zip(drafts, work, starts, strict=True):
         draft.is_combined = True
-        for at in range(places.start, places.stop):
-            if not draft.is_open:
-                break
-            if with_logits:
-                _draw(draft, output[at, :num_rows], cut_head)
-            else:
-                _take(draft, int(output[at]), num_rows, cut_head)
+        for place in range(start, start + given.work.num_logits):
+            if draft.is_open:
+                _draw(draft, rows[place], width)
 
 
-def _draw(draft: Draft, logits: Float32Array, cut_head: "CutHead | None") -> None:
+def _draw(draft: Draft, row: LogitRow, width: int) -> None:
     """Let a draft draw its next token. It ends where there is none: that is an error only if the text comes there."""
     try:
         if not draft.step_waiting():
-            draft.draw(logits, cut_head)
+            draft.draw(row, width)
     except Exception as error:  # whatever it is, it concerns this request alone
         draft.error = error
 
 
-def _draw_corrected(draft: Draft, correction: "Correction", cut_head: "CutHead | None") -> None:
+def _draw_corrected(draft: Draft, correction: "Correction", width: int, head: "CutHead | None") -> None:
     """As :func:`_draw` till the draft is full, each place's logits corrected by the tokens before it."""
     try:
         while draft.is_open:
             if not draft.step_waiting():
                 logits = correction.logits(draft.tokens)
                 confidence = correction.confidence(draft.tokens) if draft.may_exit else None
-                draft.draw(logits, cut_head, confidence)
+                draft.draw(NumpyRows(logits[None], [whole_row(width)], head)[0], width, confidence)
     except Exception as error:  # see ``_draw``
         draft.error = error
 
 
-def _take(draft: Draft, token: int, num_rows: int, cut_head: "CutHead | None") -> None:
-    """Append the greedy token of a row of logits."""
-    if token == NO_TOKEN:
-        draft.error = CheckFailedError(_NAN)
-    else:  # an id that may not be drafted: a wrong guess costs a rejection, nothing else
-        row_id = token if token < num_rows else 0
-        draft.append(row_id if cut_head is None else int(cut_head.ids[row_id]))
+def _step(
+    runner: ModelRunner,
+    drafts: Sequence[Draft],
+    work: Sequence[RowWork],
+    kept: Sequence[int],  # tokens of each that are committed
+    step: Callable[[int, Sequence[RowWork]], _Rows],
+) -> tuple[_Rows, list[int]]:
+    """Feed the model; gives the rows of logits, and where those of each draft begin."""
+    first = drafts[0].request.row
+    rows = step(first, _with_idle_rows(drafts, work))
+    for draft, count in zip(drafts, kept, strict=True):
+        row = draft.request.row
+        runner.kv.commit(row, runner.kv.kv_len(row) + count)
+    return rows, [runner.logit_starts[draft.request.row - first] for draft in drafts]
 
 
-def _carry(runner: ModelRunner, active: Sequence[Draft]) -> None:
-    """Give each draft what a head handed on for it; nothing with other models."""
-    if runner.executor.reads_features:
-        for draft, handed in zip(active, runner.executor.next_features.copy(), strict=True):
-            draft.carried = handed
-
-
-def _step(runner: ModelRunner, fed: Sequence[tuple[int, RowWork]], kept: Sequence[bool], want: Want) -> StepOutput:
-    """Feed tokens to A rows, and count the kept ones as seen; logits [A, V] or token ids [A]."""
-    first = fed[0][0]
-    output = runner.step(first, _with_idle_rows(fed), want)
-    _count_seen(runner, fed, kept)
-    if len(output) > len(fed):  # a runner that pads its input returns logits of padding too
-        output = output[[runner.logit_starts[row - first] for row, _ in fed]]
-    return output
-
-
-def _with_idle_rows(fed: Sequence[tuple[int, RowWork]]) -> list[RowWork]:
-    first = fed[0][0]
-    work = [IDLE] * (fed[-1][0] - first + 1)
-    for row, given in fed:
-        work[row - first] = given
-    return work
-
-
-def _count_seen(runner: ModelRunner, fed: Sequence[tuple[int, RowWork]], kept: Sequence[bool]) -> None:
-    for (row, given), stays in zip(fed, kept, strict=True):
-        runner.kv.commit(row, runner.kv.kv_len(row) + (len(given.tokens) if stays else 0))
+def _with_idle_rows(drafts: Sequence[Draft], work: Sequence[RowWork]) -> list[RowWork]:
+    first = drafts[0].request.row
+    rows = [IDLE] * (drafts[-1].request.row - first + 1)
+    for draft, given in zip(drafts, work, strict=True):
+        rows[draft.request.row - first] = given
+    return rows
 
 
 def _plain_greedy(logits: Float32Array) -> int:

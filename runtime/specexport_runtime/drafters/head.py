@@ -144,10 +144,10 @@ class HeadDrafter(OwnCacheDrafter):
         mask = self._mask
         drafts = open_drafts(requests, lookaheads, begun, most=self.traits.max_lookahead, one_by_one=True)
         if mask is None:
-            run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._cut_head, self._is_kept)
+            run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._is_kept)
         elif opened := [draft for draft in drafts if draft.is_open]:
             work = [self._masked(draft, mask) for draft in opened]
-            draft_at_once(self.runner, opened, work, self.vocab_size, self._cut_head, self._corrector)
+            draft_at_once(self.runner, opened, work, self.vocab_size, self._corrector)
         return [draft.proposal(HEAD) for draft in drafts]
 
     def _pending(self, draft: Draft) -> RowWork:

@@ -133,7 +133,7 @@ class MedusaDrafter(LastFeatureDrafter):
         drafts = open_drafts(requests, lookaheads, begun, most=self.num_heads, one_by_one=True)
         if opened := [draft for draft in drafts if draft.is_open]:
             work = [self._asked(draft) for draft in opened]
-            draft_at_once(self.runner, opened, work, self.vocab_size, self._cut_head)
+            draft_at_once(self.runner, opened, work, self.vocab_size)
         return [draft.proposal(HEAD) for draft in drafts]
 
     def _asked(self, draft: Draft) -> AtOnce:
@@ -157,7 +157,7 @@ class AssistantDrafter(LastFeatureDrafter):
     ) -> list[Proposal]:
         """Draft for each request whose prompt the target has read to its end; see ``Drafter.propose``."""
         drafts = open_drafts(requests, lookaheads, begun, one_by_one=True)
-        run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._cut_head)
+        run_drafts(self.runner, drafts, self.vocab_size, self._pending)
         return [draft.proposal(HEAD) for draft in drafts]
 
     def _pending(self, draft: Draft) -> RowWork:

@@ -36,7 +36,7 @@ class ModelDrafter(OwnCacheDrafter):
         """Draft for requests in any ascending rows; all others sit the step out. See ``Drafter.propose``."""
         # A new prompt's first token should not wait for the draft model to read the prompt.
         drafts = open_drafts(requests, lookaheads, begun)
-        run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._cut_head)
+        run_drafts(self.runner, drafts, self.vocab_size, self._pending)
         return [draft.proposal(DRAFT_MODEL) for draft in drafts]
 
     def _pending(self, draft: Draft) -> RowWork:

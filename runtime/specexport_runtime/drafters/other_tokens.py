@@ -50,8 +50,7 @@ class OtherTokensDrafter(ModelDrafter):
     ) -> None:
         super().__init__(runner, vocab_size=vocab_size, max_backlog=max_backlog)
         self.vocab_size, self._map = vocab_size, token_map
-        self._cut_head = token_map.target_head(cut_head, vocab_size)
-        runner.executor.name_rows(self._cut_head)
+        runner.executor.name_rows(token_map.target_head(cut_head, vocab_size))
         self._texts: WeakKeyDictionary[Request, SpelledText] = WeakKeyDictionary()
         # What a grammar forces is spelled in more tokens than may wait beside a state.
         self.traits = self.traits._replace(goes_on=not runner.has_states)

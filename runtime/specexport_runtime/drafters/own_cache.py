@@ -28,8 +28,7 @@ class OwnCacheDrafter(Drafter):
         self.runner = runner
         self._known_ids = runner.executor.vocab_size if cut_head is None else cut_head.vocab_size
         self.vocab_size = min(vocab_size, self._known_ids)
-        self._cut_head = None if cut_head is None else cut_head.below(self.vocab_size)
-        runner.executor.name_rows(self._cut_head)
+        runner.executor.name_rows(None if cut_head is None else cut_head.below(self.vocab_size))
         self.max_backlog = self._most_new_tokens(max_backlog)
 
     def _most_new_tokens(self, wanted: int, behind: int = 0) -> int:

@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.logit_rows import LogitRows, NumpyRows
+from specexport_runtime.executors.row_kernels import RowAsk
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.arrays import CutHead
     from specexport_runtime.bundle.entry import ModelEntry
-    from specexport_runtime.executors.device_rows import DeviceRows
-    from specexport_runtime.executors.row_kernels import RowAsk
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -26,22 +26,6 @@ StepOutput = npt.NDArray[Any]
 """Logits [R, V] float32, or token ids [R] int64: what ``execute`` was asked for."""
 
 Want = Literal["logits", "token_ids"]
-NO_TOKEN = -1
-"""Stands for the greedy token of a row of logits that holds a NaN."""
-
-
-def argmax_ids(logits: Float32Array) -> Int64Array:
-    """The greedy token of each row of logits [R, V]: int64 [R], ``NO_TOKEN`` for a row that holds a NaN."""
-    tokens: Int64Array = logits.argmax(axis=1)
-    # argmax returns the first NaN if there is one, so this one look finds any NaN of the step.
-    if len(tokens) == 1:  # a draft step of one sequence: arrays of one value cost more than the value
-        best = logits[0, tokens[0]]
-        if best != best:  # noqa: PLR0124 - only NaN is unequal to itself
-            tokens[0] = NO_TOKEN
-        return tokens
-    best = logits[np.arange(len(tokens)), tokens]
-    tokens[np.isnan(best)] = NO_TOKEN
-    return tokens
 
 
 class StepBuffers(NamedTuple):
@@ -127,27 +111,27 @@ class Executor(ABC):
     def capture(self, shapes: list[StepShape]) -> None:
         """Make ``shapes`` fast to run (bindings on a CPU, graphs on a GPU). Never changes results."""
 
-    # ---- rows of logits that stay on a device ----
+    # ---- rows of logits ----
 
     keeps_rows: bool = False
-    """Logits can stay where the engine left them, and tokens are drawn from them there."""
-
-    def execute_rows(self, asks: "Sequence[RowAsk]") -> "DeviceRows":
-        """As :meth:`execute`, with what is asked of each row of logits."""
-        raise SpecexportError("logits of this engine do not stay on a device.")
-
-    names_rows: bool = False
-    """Rows of a cut LM head are drawn from too, by the ids that :meth:`name_rows` told."""
+    """Tokens are drawn from logits where the engine left them; else numpy's rows are given."""
+    head: "CutHead | None" = None
+    """Which token ids the first rows of the LM head are; None: each is its own number."""
 
     def name_rows(self, head: "CutHead | None") -> None:
-        """Tell which token ids the first rows of the LM head are; None: each is its own number."""
+        """Set :attr:`head`."""
+        self.head = head
+
+    def execute_rows(self, asks: Sequence[RowAsk]) -> LogitRows:
+        """Run the prepared step, with what is asked of each row of logits; without, there are only greedy tokens."""
+        return NumpyRows(self.execute("logits" if asks else "token_ids"), asks, self.head)
 
     # ---- steps that wait for none before them ----
 
     chains: bool = False
     """Steps can be put on the device one behind the other."""
 
-    def enqueue(self, *, fed: bool, asks: "Sequence[RowAsk]" = ()) -> None:
+    def enqueue(self, *, fed: bool, asks: Sequence[RowAsk] = ()) -> None:
         """Put the prepared step on the device; its result is the greedy token of each row of logits.
 
         Args:
@@ -156,12 +140,8 @@ class Executor(ABC):
         """
         raise SpecexportError("steps of this engine cannot be chained.")
 
-    def collect(self) -> list[Int64Array]:
-        """Wait for the steps of a chain: token ids [R] of each, as ``execute`` gives them."""
-        return []
-
-    def collect_rows(self) -> "list[DeviceRows]":
-        """As :meth:`collect`, with what was found in the rows of each step, all of which had asks."""
+    def collect(self) -> list[LogitRows]:
+        """Wait for the steps of a chain: the rows of each."""
         return []
 
     # ---- copies of rows ----

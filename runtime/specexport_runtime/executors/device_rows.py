@@ -9,14 +9,15 @@ import logging
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from typing import NamedTuple, overload
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.gpu import ALIGNMENT, ByteArray, GpuDriver
+from specexport_runtime.executors.logit_rows import LogitRow, LogitRows
 from specexport_runtime.executors.row_cuts import RowCuts, library
 from specexport_runtime.executors.row_kernels import (
     ARGUMENTS,
@@ -135,12 +136,8 @@ class RowSource(ABC):
         """Where a kept row lies."""
 
     @abstractmethod
-    def fetch(self, place: int, address: int) -> Float32Array:
-        """A row [V], in memory of that place that the next fetch overwrites; waits."""
-
-    @abstractmethod
-    def fetched(self, place: int) -> Float32Array:
-        """A row [V] that came with its step."""
+    def fetch(self, place: int, address: int | None) -> Float32Array:
+        """A row [V], in memory of that place that the next fetch overwrites; waits, if it did not come (None)."""
 
     def candidates(self, place: int, count: int) -> tuple[npt.NDArray[np.int32], Float32Array] | None:  # noqa: ARG002
         """Ids and logits of the ``count`` candidates of the last step's row, in any order; waits. None: not kept."""
@@ -253,18 +250,11 @@ class RowSampler(RowSource):
                 row.cuts = cuts
         return DeviceRows(made)
 
-    def collect_chain(self, asks: Sequence[Sequence[RowAsk]], token_ids: Sequence[Int64Array]) -> "list[DeviceRows]":
-        """What was found in the steps of a chain."""
-        return [self.collect(*each, step=step) for step, each in enumerate(zip(asks, token_ids, strict=True))]
-
-    def fetch(self, place: int, address: int) -> Float32Array:
+    def fetch(self, place: int, address: int | None) -> Float32Array:
         """See ``RowSource.fetch``."""
-        self._put_row(place, address)
-        self.wait()
-        return self.fetched(place)
-
-    def fetched(self, place: int) -> Float32Array:
-        """See ``RowSource.fetched``."""
+        if address is not None:
+            self._put_row(place, address)
+            self.wait()
         return self._rows[place].view(np.float32)
 
     def _put_row(self, place: int, address: int) -> None:
@@ -372,10 +362,10 @@ def _runs(addresses: Sequence[int], pitch: int) -> Iterator[tuple[int, int, int]
             first = i
 
 
-class DeviceRow:
-    """One row of logits [V] of a step; valid until the next step, or, if it was kept, until its slot is used again."""
+class DeviceRow(LogitRow):
+    """A row that draws where it lies; valid until the next step, or, if it was kept, until its slot is used again."""
 
-    __slots__ = ("_address", "_generation", "_place", "_sampler", "ask", "cut_at", "cuts", "found", "token_id")
+    __slots__ = ("_address", "_generation", "_place", "_sampler", "_token_id", "ask", "cut_at", "cuts", "found")
 
     def __init__(
         self,
@@ -388,14 +378,24 @@ class DeviceRow:
         generation: int,
     ) -> None:
         self._sampler, self._place, self._address, self._generation = sampler, place, address, generation
-        self.ask, self.found, self.token_id = ask, found, token_id
+        self.ask, self.found, self._token_id = ask, found, token_id
         self.cuts: RowCuts | None = None  # of its step, where it has this place
         self.cut_at = place
+
+    @property
+    def token_id(self) -> int:
+        """See the base class."""
+        return self._token_id
 
     @property
     def is_flat(self) -> bool:
         """Whether the asked cut leaves so much of it that candidates cost more than the row."""
         return self.found.candidates > max(self._sampler.k_inline, self.ask.rule.width // _SHARE)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the library made the asked cut: what is kept lies in this process's memory."""
+        return self.cuts is not None and self.cuts.numbers[self.cut_at][0] > 0
 
     def lies_with(self, other: "DeviceRow") -> bool:
         """Whether both are in one memory: a GPU's, or this process's."""
@@ -407,13 +407,15 @@ class DeviceRow:
         return self._address if self.ask.slot < 0 else self._sampler.slot(self.ask.slot)
 
     def fetch(self) -> Float32Array:
-        """The ids that count, on the host in memory that is used again. SpecexportError: it is no longer there."""
+        """See the base class, in memory that is used again. SpecexportError: it is no longer there."""
+        return self.fetch_all()[: self.ask.rule.width or None]
+
+    def fetch_all(self) -> Float32Array:
+        """As :meth:`fetch`, with the ids that do not count."""
         is_last, rule = self._generation == self._sampler.generation, self.ask.rule
         if not is_last and self.ask.slot < 0:
             raise SpecexportError("this row of logits was overwritten by a later step.")
-        came = rule.fetch and is_last
-        row = self._sampler.fetched(self._place) if came else self._sampler.fetch(self._place, self.address)
-        return row[: rule.width or None]
+        return self._sampler.fetch(self._place, None if rule.fetch and is_last else self.address)
 
     def candidates(self) -> tuple[Int64Array, Float32Array] | None:
         """Ids, ascending, and logits of all that the asked cut may keep, of a row that is not cut: None of too many."""
@@ -427,7 +429,7 @@ class DeviceRow:
         return ids[order].astype(np.int64), values[order]
 
     def residual_ask(self, draft: "DeviceRow", weight: float) -> ResidualAsk:
-        """To ask for max(0, w q - p) at this row's uniform, of the softmax of this row (q) and of ``draft``'s (p)."""
+        """To ask for max(0, weight * softmax of this row - that of ``draft``), at this row's uniform."""
         (rule, found), (other, of_other) = (self.ask.rule, self.found), (draft.ask.rule, draft.found)
         mine = (rule.temperature, rule.width, found.peak, found.total)
         theirs = (other.temperature, other.width, of_other.peak, of_other.total)
@@ -438,11 +440,10 @@ class DeviceRow:
         return self._sampler.residuals(asks)
 
 
-class DeviceRows(Sequence[DeviceRow]):
-    """The rows of logits of a step."""
+class DeviceRows(LogitRows):
+    """The rows of logits of a step on a GPU."""
 
     is_near = False
-    """What is asked of a row costs no wait."""
 
     def __init__(self, rows: Sequence[DeviceRow]) -> None:
         self._rows = rows
@@ -450,20 +451,14 @@ class DeviceRows(Sequence[DeviceRow]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __iter__(self) -> Iterator[DeviceRow]:
-        return iter(self._rows)
+    def __getitem__(self, place: int) -> DeviceRow:
+        return self._rows[place]
 
-    @overload
-    def __getitem__(self, place: int) -> DeviceRow: ...
-    @overload
-    def __getitem__(self, place: slice) -> "DeviceRows": ...
-    def __getitem__(self, place: int | slice) -> "DeviceRow | DeviceRows":
-        return DeviceRows(self._rows[place]) if isinstance(place, slice) else self._rows[place]
-
+    @cached_property
     def token_ids(self) -> list[int]:
-        """The greedy token of each row, ``NO_TOKEN`` for one with a NaN."""
+        """See the base class."""
         return [row.token_id for row in self._rows]
 
-    def fetch(self) -> Float32Array:
-        """All of them on the host, [R, V]."""
-        return np.stack([row.fetch() for row in self._rows])
+    def fetch(self, start: int, stop: int) -> Float32Array:
+        """See the base class."""
+        return np.stack([row.fetch_all() for row in self._rows[start:stop]])

@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from specexport_runtime.abi import CONTEXT_ID, PADDED_STEP_INPUTS, STEP_INPUTS, StepShape
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import BoolArray, Float32Array, StepBuffers, StepOutput, Want, argmax_ids
+from specexport_runtime.executors.base import BoolArray, Float32Array, StepBuffers, StepOutput, Want
 from specexport_runtime.executors.host_rows import WithHostRows
+from specexport_runtime.executors.logit_rows import argmax_ids
 
 ENTRY_BYTES = 64
 """What a cache entry is said to take."""

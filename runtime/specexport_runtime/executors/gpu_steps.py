@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.base import EngineRequest, Int64Array, StepOutput, Want
-from specexport_runtime.executors.device_rows import DeviceRows, RowSampler
+from specexport_runtime.executors.device_rows import RowSampler
 from specexport_runtime.executors.features import WithFeatures
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.gpu_memory import GpuFeatures, HostOutput
+from specexport_runtime.executors.logit_rows import LogitRows, NumpyRows
 from specexport_runtime.executors.row_kernels import RowAsk
 
 _log = logging.getLogger(__name__)
@@ -100,8 +101,8 @@ class GpuSteps(WithFeatures):
         self._chain.append(step)
         self._asked = [*self._asked[:number], asks]
 
-    def collect(self) -> list[Int64Array]:
-        """See ``Executor.collect``."""
+    def _collect(self) -> list[Int64Array]:
+        """Wait for the steps of a chain: token ids [R] of each, as ``execute`` gives them."""
         chain, self._chain = self._chain, []
         with self._timed():
             self.driver.synchronize()
@@ -112,17 +113,21 @@ class GpuSteps(WithFeatures):
         """Run the prepared step; SpecexportError if the GPU or the engine failed. See ``Executor.execute``."""
         return self._execute(want == "logits")
 
-    def execute_rows(self, asks: Sequence[RowAsk]) -> DeviceRows:
+    def execute_rows(self, asks: Sequence[RowAsk]) -> LogitRows:
         """See ``Executor.execute_rows``; the kernels run behind the step, and it has one wait."""
-        if self.rows is None:
+        if not (asks and self.keeps_rows) or self.rows is None or self.head is not None:
             return super().execute_rows(asks)
         return self.rows.collect(asks, self._execute(with_logits=False, asks=asks))
 
-    def collect_rows(self) -> list[DeviceRows]:
-        """See ``Executor.collect_rows``."""
-        return [] if self.rows is None else self.rows.collect_chain(self._asked, self.collect())
+    def collect(self) -> list[LogitRows]:
+        """See ``Executor.collect``."""
+        found = zip(self._asked, self._collect(), strict=False)
+        return [
+            NumpyRows(ids) if self.rows is None or not asks else self.rows.collect(asks, ids, step=step)
+            for step, (asks, ids) in enumerate(found)
+        ]
 
     def _end_chain(self) -> None:
         """Wait for steps that were never collected: their pinned memory is used again."""
         if self._chain:
-            self.collect()
+            self._collect()

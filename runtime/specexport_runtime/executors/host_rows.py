@@ -4,14 +4,15 @@ A row is queried when it is first asked for, so that one behind a refused token 
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import NO_TOKEN, Executor, argmax_ids
-from specexport_runtime.executors.device_rows import AS_FOUND, DeviceRow, DeviceRows, Float32Array, Lane, RowSource
+from specexport_runtime.executors.base import Executor
+from specexport_runtime.executors.device_rows import AS_FOUND, DeviceRow, Float32Array, Lane, RowSource
+from specexport_runtime.executors.logit_rows import NO_TOKEN, LogitRow, LogitRows, NumpyRows
 from specexport_runtime.executors.row_cuts import RowCuts, library
 from specexport_runtime.executors.row_kernels import (
     ASK,
@@ -42,19 +43,23 @@ class WithHostRows(Executor):
     """An executor whose logits lie in this process's memory; ``attach_library`` is called when it is made."""
 
     rows: "HostRows | None" = None  # None without the library
+    _names_rows = True
 
     def attach_library(self) -> None:
         """Let the library draw from its rows, if it is here."""
         self.rows = open_host_rows(self.vocab_size, self.num_rows)
         self.keeps_rows = self.rows is not None
 
-    def execute_rows(self, asks: Sequence[RowAsk]) -> DeviceRows:
+    def execute_rows(self, asks: Sequence[RowAsk]) -> LogitRows:
         """See ``Executor.execute_rows``."""
-        return super().execute_rows(asks) if self.rows is None else self.rows.collect(asks, self.execute("logits"))
+        if not (asks and self.keeps_rows and self._names_rows) or self.rows is None:
+            return super().execute_rows(asks)
+        return self.rows.collect(asks, self.execute("logits"))
 
     def name_rows(self, head: "CutHead | None") -> None:
         """See ``Executor.name_rows``."""
-        self.names_rows = self.rows is not None and self.rows.name(head)
+        super().name_rows(head)
+        self._names_rows = self.rows is not None and self.rows.name(head)
 
 
 class HostRows(RowSource):
@@ -84,14 +89,18 @@ class HostRows(RowSource):
         self._head = head if is_ordered else None
         return is_ordered
 
-    def collect(self, asks: Sequence[RowAsk], logits: Float32Array) -> DeviceRows:
+    def collect(self, asks: Sequence[RowAsk], logits: Float32Array) -> LogitRows:
         """The rows of a step, until the next one."""
+        return _Rows(self, asks, self.begin(logits), self._head)
+
+    def begin(self, logits: Float32Array) -> Float32Array:
+        """A step has these rows [R, V], which are given as they lie in memory."""
         if logits.shape[1] != self.width:
             raise SpecexportError(f"rows have {logits.shape[1]} logits, and not {self.width}.")
         self.generation += 1
         self._logits = logits = np.ascontiguousarray(logits)
         self._at_logits, self._pitch = _address(logits), 4 * logits.shape[1]
-        return _Rows(self, asks, logits)
+        return logits
 
     def query(self, place: int, ask: RowAsk) -> DeviceRow:
         """What is asked of a row of the last step; a row with a slot is kept there."""
@@ -143,15 +152,13 @@ class HostRows(RowSource):
             return self._wide
         return row
 
-    def fetch(self, place: int, address: int) -> Float32Array:
+    def fetch(self, place: int, address: int | None) -> Float32Array:
         """A row [V]: the memory itself, where no LM head was cut."""
+        if address is None:
+            return self._widened(self._logits[place])
         if self._head is not None:
             return self._wide if address == _address(self._wide) else self._widened(self._logits[place])
         return self._view(address, self.width)
-
-    def fetched(self, place: int) -> Float32Array:
-        """A row [V] of the last step."""
-        return self._widened(self._logits[place])
 
     def residuals(self, asks: Sequence[ResidualAsk]) -> list[tuple[float, int]]:
         """Sum and token of each."""
@@ -163,41 +170,18 @@ class HostRows(RowSource):
         return made
 
 
-class _Rows(DeviceRows):
+class _Rows(NumpyRows):
     """The rows of a step, each queried once."""
 
-    is_near = True
-
-    def __init__(self, source: HostRows, asks: Sequence[RowAsk], logits: Float32Array, begin: int = 0) -> None:
-        self._source, self._asks, self._logits, self._begin = source, asks, logits, begin
+    def __init__(self, source: HostRows, asks: Sequence[RowAsk], logits: Float32Array, head: "CutHead | None") -> None:
+        super().__init__(logits, asks, head)
+        self._source = source
         self._made: dict[int, DeviceRow] = {}
 
-    def __len__(self) -> int:
-        return len(self._asks)
-
-    def __iter__(self) -> Iterator[DeviceRow]:
-        return (self[place] for place in range(len(self)))
-
-    @overload
-    def __getitem__(self, place: int) -> DeviceRow: ...
-    @overload
-    def __getitem__(self, place: slice) -> DeviceRows: ...
-    def __getitem__(self, place: int | slice) -> "DeviceRow | DeviceRows":
-        if isinstance(place, slice):
-            start = place.indices(len(self))[0]
-            return _Rows(self._source, self._asks[place], self._logits[place], self._begin + start)
+    def __getitem__(self, place: int) -> LogitRow:
         if (row := self._made.get(place)) is None:
-            row = self._made[place] = self._source.query(self._begin + place, self._asks[place])
+            row = self._made[place] = self._source.query(place, self._asks[place])
         return row
-
-    def fetch(self) -> Float32Array:
-        """All of them, [R, V]: the memory itself."""
-        return self._logits
-
-    def token_ids(self) -> list[int]:
-        """See the base class."""
-        ids: list[int] = argmax_ids(self._logits).tolist()
-        return ids
 
 
 def _address(memory: np.ndarray) -> int:

@@ -37,10 +37,10 @@ from specexport_runtime.executors.base import (
     StepBuffers,
     StepOutput,
     Want,
-    argmax_ids,
 )
 from specexport_runtime.executors.features import BoundFeatures, WithFeatures
 from specexport_runtime.executors.host_rows import WithHostRows
+from specexport_runtime.executors.logit_rows import argmax_ids
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK, ArenaRows
 from specexport_runtime.executors.ort_features import OrtFeatures
 from specexport_runtime.executors.ort_gates import GatedByInputs

@@ -12,7 +12,7 @@ An idle row names one token of another row: attention needs something to compute
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,11 +29,9 @@ from specexport_runtime.executors.base import (
     StepOutput,
     Want,
 )
+from specexport_runtime.executors.logit_rows import LogitRows
 from specexport_runtime.executors.row_kernels import NOTHING, RowAsk
 from specexport_runtime.packing.kv import KvArena, PaddedKvArena, StateArena
-
-if TYPE_CHECKING:
-    from specexport_runtime.executors.device_rows import DeviceRows
 
 
 class RowWork(NamedTuple):
@@ -122,6 +120,11 @@ def _fill_parents(buffers: StepBuffers, work: Sequence[RowWork]) -> None:
             buffers.positions[token] = buffers.positions[token - distance] + 1
 
 
+def _wanted(asks: Sequence[RowAsk]) -> Sequence[RowAsk]:
+    """What is asked of rows; nothing where the greedy tokens will do."""
+    return asks if any(ask is not NOTHING for ask in asks) else ()
+
+
 class ModelRunner:
     """One model: an executor, its KV bookkeeping, and the packing of steps for it."""
 
@@ -173,14 +176,16 @@ class ModelRunner:
         """Go on in an empty row behind ``count`` tokens of the text in its memory, :meth:`least_len` or more."""
         self.kv.restore(row, count, self._state_lens[row])
 
-    def step_rows(self, first_row: int, work: Sequence[RowWork]) -> "DeviceRows":
-        """As :meth:`step`, with logits that stay on the device: needs ``Executor.keeps_rows``."""
+    def step_rows(self, first_row: int, work: Sequence[RowWork]) -> LogitRows:
+        """As :meth:`step`, for what ``work`` asks of its rows of logits."""
         buffers = self._pack(first_row, work)
-        asks = [NOTHING] * len(buffers.logit_rows)
-        for start, row in zip(self.logit_starts, work, strict=True):
-            asks[start : start + len(row.asks)] = row.asks
+        asks: list[RowAsk] = []
+        if any(row.asks for row in work):
+            asks = [NOTHING] * len(buffers.logit_rows)
+            for start, row in zip(self.logit_starts, work, strict=True):
+                asks[start : start + len(row.asks)] = row.asks
         try:
-            return self.executor.execute_rows(asks)
+            return self.executor.execute_rows(_wanted(asks))
         finally:
             _put_parents_back(work, buffers)
 
@@ -202,26 +207,16 @@ class ModelRunner:
         """Whether steps can follow each other without a look at what they give."""
         return self.executor.chains and self.unpad_input and not self.has_states
 
-    def chain_rows(
-        self, first_row: int, work: Sequence[RowWork], asks: Sequence[Sequence[RowAsk]]
-    ) -> "list[DeviceRows]":
-        """As :meth:`chain`, a step for each of ``asks``, which are of its rows of logits; gives what was found."""
-        self._put_chain(first_row, work, asks)
-        return self.executor.collect_rows()
+    def chain(self, first_row: int, work: Sequence[RowWork], asks: Sequence[Sequence[RowAsk]]) -> list[LogitRows]:
+        """Run a step for each of ``asks`` with one wait: one with ``work``, then each with the ids of the one before.
 
-    def chain(self, first_row: int, work: Sequence[RowWork], count: int) -> list[Int64Array]:
-        """Run ``count`` steps with one wait: one with ``work``, then each with the ids that the one before gave.
-
-        ``work`` asks for the logits of the last token of each row that is not idle. Entries of all that was fed are
-        committed. Gives the ids of each step [rows that are not idle], until the next step; errors as :meth:`step`.
+        ``work`` wants the logits of the last token of each row that is not idle, and ``asks`` are of these rows, or
+        empty. Entries of all that was fed are committed. Gives the rows of each step, until the next step; errors as
+        :meth:`step`.
         """
-        self._put_chain(first_row, work, [()] * count)
-        return self.executor.collect()
-
-    def _put_chain(self, first_row: int, work: Sequence[RowWork], asks: Sequence[Sequence[RowAsk]]) -> None:
         count = len(asks)
         buffers = self._pack(first_row, work)
-        self.executor.enqueue(fed=False, asks=asks[0])
+        self.executor.enqueue(fed=False, asks=_wanted(asks[0]))
         active = [row for row, given in enumerate(work, start=first_row) if given.tokens]
         for row in active:
             self.kv.commit(row, self.kv.kv_len(row) + len(work[row - first_row].tokens))
@@ -229,15 +224,16 @@ class ModelRunner:
             work = [given._replace(tokens=(PADDING_TOKEN,)) if given.tokens else given for given in work]
             buffers = self._pack(first_row, work)
             self.kv.write(first_row, [count - 1 if given.tokens else 1 for given in work])
-            self.executor.enqueue(fed=True, asks=asks[1])
+            self.executor.enqueue(fed=True, asks=_wanted(asks[1]))
         grown = np.array([[len(given.tokens)] for given in work], np.int32)
         for asked in asks[2:]:  # the same step, one entry further
             for lengths in (buffers.kv_lens, buffers.row_totals):
                 np.add(lengths, grown, out=lengths)
             np.add(buffers.positions, 1, out=buffers.positions)
-            self.executor.enqueue(fed=True, asks=asked)
+            self.executor.enqueue(fed=True, asks=_wanted(asked))
         for row in active if count > 1 else ():
             self.kv.commit(row, self.kv.kv_len(row) + count - 1)
+        return self.executor.collect()
 
     def _pack(self, first_row: int, work: Sequence[RowWork]) -> StepBuffers:
         """Prepare a step and fill its inputs."""

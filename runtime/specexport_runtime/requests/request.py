@@ -138,11 +138,6 @@ class Request:
         return self.max_tokens - self.num_generated - 1
 
     @property
-    def needs_logits(self) -> bool:
-        """Whether the greedy tokens of a step are not enough to go on."""
-        return self.logprobs is not None or not self.sampler.is_plain_greedy
-
-    @property
     def is_scored(self) -> bool:
         """Whether its prompt has log-probabilities that are wanted and not there yet."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens

@@ -46,25 +46,25 @@ class Verdict(NamedTuple):
         return range(self.accepted) if self.path is None else self.path
 
 
-def accept_greedy(drafted: Sequence[int], target_tokens: Sequence[int]) -> Verdict:
-    """Accept draft tokens as long as they equal the target's greedy choice; entry j follows j draft tokens."""
+def accept_greedy(drafted: Sequence[int], greedy: Callable[[int], int]) -> Verdict:
+    """Accept draft tokens as long as they equal the target's greedy choice; ``greedy(j)`` follows j draft tokens."""
     for j, token in enumerate(drafted):
-        if token != target_tokens[j]:
-            return Verdict(j, int(target_tokens[j]), is_bonus=False)
-    return Verdict(len(drafted), int(target_tokens[len(drafted)]), is_bonus=True)
+        if token != (chosen := greedy(j)):
+            return Verdict(j, chosen, is_bonus=False)
+    return Verdict(len(drafted), greedy(len(drafted)), is_bonus=True)
 
 
 def accept_sampled(
     drafted: Sequence[int],  # K draft tokens
-    draft_distributions: Sequence[Distribution | None] | None,  # p of each; None, for all or one: it was not drawn
-    # q of new position j, 0 <= j <= K. Called in order, and not for positions after the first rejection.
+    draft_distributions: Sequence[Distribution | None] | None,  # q of each; None, for all or one: it was not drawn
+    # p of new position j, 0 <= j <= K. Called in order, and not for positions after the first rejection.
     target_distribution: Callable[[int], Distribution],
     draws: Callable[[int], Draws],  # the uniforms of new position j
 ) -> Verdict:
-    """Accept draft token x with probability min(1, q(x)/p(x)); at the first rejection draw from max(0, q - p).
+    """Accept draft token x with probability min(1, p(x)/q(x)); at the first rejection draw from max(0, p - q).
 
-    p is the draft's distribution and q the target's, both after the request's logits processing. A token without p
-    stays if it is what is drawn from q. CheckFailedError: a draft token has no probability above 0 in the distribution
+    q is the draft's distribution and p the target's, both after the request's logits processing. A token without q
+    stays if it is what is drawn from p. CheckFailedError: a draft token has no probability above 0 in the distribution
     that it is said to come from.
     """
     j, target, token = first_refused(drafted, draft_distributions, target_distribution, draws)
@@ -80,7 +80,7 @@ def first_refused(
     target_distribution: Callable[[int], Distribution],
     draws: Callable[[int], Draws],
 ) -> tuple[int, Distribution, int | None]:
-    """The first place that :func:`accept_sampled` refuses, q there, and what it gives (None: a residual's draw)."""
+    """The first place that :func:`accept_sampled` refuses, p there, and what it gives (None: a residual's draw)."""
     for j, token in enumerate(drafted):
         target = target_distribution(j)
         draft = None if draft_distributions is None else draft_distributions[j]
@@ -97,7 +97,7 @@ def first_refused(
 
 
 def draft_probability(draft: Distribution, token: int, place: int) -> float:
-    """Probability p of a draft token. CheckFailedError: it is not above 0."""
+    """Probability q of a draft token. CheckFailedError: it is not above 0."""
     probability = draft.probability(token)
     if not probability > 0.0:  # a NaN too
         raise CheckFailedError(
@@ -109,7 +109,7 @@ def draft_probability(draft: Distribution, token: int, place: int) -> float:
 
 
 def residual(target: Distribution, draft: Distribution, weight: float = 1.0) -> Float64Array | FoundMasses:
-    """The masses max(0, w q - p), on the target's support, for a ``weight`` w in (0, 1].
+    """The masses max(0, w p - q), on the target's support, for a ``weight`` w in (0, 1].
 
     Either distribution may be dense or sparse; ids that only one has are probability 0 in the other. Of two rows that
     were asked for a draw, that alone is known of the masses.
@@ -138,8 +138,8 @@ def _host_residual(target: HostDistribution, draft: HostDistribution, weight: fl
 def normalised(target: Distribution, masses: Float64Array | FoundMasses) -> Drawable:
     """The distribution proportional to ``masses``, in the target's form (dense or sparse).
 
-    Without any mass it is the target's own: that needs q = p, where nothing can be rejected, so it only happens when q
-    and p differ by rounding, and then q is right to rounding.
+    Without any mass it is the target's own: that needs p = q, where nothing can be rejected, so it only happens when p
+    and q differ by rounding, and then p is right to rounding.
     """
     total = float(masses.sum())
     if total <= 0.0:

@@ -36,11 +36,11 @@ def accept_block(
     draws: Callable[[int], Draws],
     chances: Chances | None = None,  # of these arguments, where they are known
 ) -> Verdict:
-    """Accept draft tokens up to the last whose test passes, and behind them draw from max(0, r q - p).
+    """Accept draft tokens up to the last whose test passes, and behind them draw from max(0, r p - q).
 
-    r is the chance that the tokens so far stay, given what they are: r = 1 before the first, and min(1, r q(x)/p(x))
+    r is the chance that the tokens so far stay, given what they are: r = 1 before the first, and min(1, r p(x)/q(x))
     behind token x, however many follow: how often a place is reached has no bias by a draft's length. Behind a token
-    that was not drawn r stays as it is, and the draft ends in front of it, if it is not what is drawn from q. Where
+    that was not drawn r stays as it is, and the draft ends in front of it, if it is not what is drawn from p. Where
     nothing was drawn (copies) the rule is ``accept_sampled``. CheckFailedError: a draft token has probability 0.
     """
     if draft_distributions is None or all(draft is None for draft in draft_distributions):
@@ -108,7 +108,7 @@ def tested_places(chances: Sequence[float], draws: Callable[[int], Draws]) -> It
 
 
 def _may_pass(chance: float, probabilities: Sequence[float], start: int, draws: Callable[[int], Draws]) -> bool:
-    """Whether a test from place ``start`` on passes if q(x) is 1 there; else no row of the target matters any more."""
+    """Whether a test from place ``start`` on passes if p(x) is 1 there; else no row of the target matters any more."""
     for place in range(start, len(probabilities)):
         chance /= probabilities[place]
         if chance >= 1.0 or draws(place).accept < chance:

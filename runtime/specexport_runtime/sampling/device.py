@@ -5,14 +5,13 @@ come along, and are cut here, by the rules of ``truncation``.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.device_rows import DeviceRow
-from specexport_runtime.executors.row_cuts import RowCuts, cut_residual
-from specexport_runtime.executors.row_kernels import ResidualAsk, RowRule, whole_row
+from specexport_runtime.executors.row_cuts import cut_residual
+from specexport_runtime.executors.row_kernels import RowRule, whole_row
 from specexport_runtime.sampling.distribution import Distribution, HostDistribution
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sampling.truncation import cut_softmax, truncated_softmax
@@ -39,31 +38,33 @@ def row_rule(params: SamplingParams, width: int) -> RowRule:
 def row_distribution(row: DeviceRow, params: SamplingParams) -> Distribution:
     """The distribution of a row that was asked by ``Sampler.ask`` with ``params``; errors as ``truncated_softmax``."""
     if row.found.is_whole:
-        if not row.ask.rule.cuts:
-            return DeviceDistribution(row, params)
-        if row.cuts is not None and row.cuts.numbers[row.cut_at][0]:
-            return TruncatedDistribution(row, row.cuts)
+        if row.is_cut or not row.ask.rule.cuts:
+            return RowDistribution(row, params)
         candidates = row.candidates()
         if candidates is not None:
             ids, values = candidates
             return cut_softmax(values, params, row.found.peak, ids, row.found.total if row.ask.rule.top_p else None)
-    return _on_host(row, params)
-
-
-def _on_host(row: DeviceRow, params: SamplingParams) -> HostDistribution:
     return truncated_softmax(row.fetch(), params)
 
 
-class RowDistribution(ABC):
-    """The distribution of a row that was asked for a draw and for a token's probability."""
+class RowDistribution:
+    """The distribution of a row that was asked for a draw and for a token's probability, with ``params``.
 
-    __slots__ = ("drawn", "drawn_probability", "row", "token_probability", "top")
+    It is the softmax at a temperature, of logits that stay where they lie, or what a cut left of it.
+    """
 
-    row: DeviceRow
-    top: float  # probability of the likeliest token
-    drawn: int
-    drawn_probability: float
-    token_probability: float  # of the asked token
+    __slots__ = ("_cuts", "_params", "drawn", "drawn_probability", "masses", "row", "token_probability", "top")
+
+    def __init__(self, row: DeviceRow, params: SamplingParams) -> None:
+        self.row, self._params = row, params
+        self._cuts = row.cuts if row.is_cut else None
+        if self._cuts is not None:
+            _, self.top, drawn, self.drawn_probability, self.token_probability = self._cuts.numbers[row.cut_at]
+        else:
+            _, total, drawn, self.drawn_probability, self.token_probability, _, _, _ = row.found
+            self.top = 1.0 / total  # probability of the likeliest token
+        self.drawn = int(drawn)
+        self.masses: dict[Residual, FoundMasses] = {}  # that were asked for ahead
 
     def probability(self, token: int) -> float:
         """Probability of one token; of another than was drawn or asked for by :meth:`on_host`."""
@@ -77,54 +78,17 @@ class RowDistribution(ABC):
         """The token at ``u``; at another than was asked for by :meth:`on_host`."""
         return self.drawn if u == self.row.ask.uniform else self.on_host().draw(u)
 
-    @abstractmethod
     def on_host(self) -> HostDistribution:
-        """The same distribution as numbers."""
-
-    @abstractmethod
-    def residual(self, draft: Distribution, weight: float) -> "FoundMasses | None":
-        """See ``accept.residual``; None of a ``draft`` of another kind."""
-
-
-class TruncatedDistribution(RowDistribution):
-    """What a cut left of a row."""
-
-    __slots__ = ("_cuts",)
-
-    def __init__(self, row: DeviceRow, cuts: RowCuts) -> None:
-        self.row, self._cuts = row, cuts
-        _, self.top, drawn, self.drawn_probability, self.token_probability = cuts.numbers[row.cut_at]
-        self.drawn = int(drawn)
-
-    def on_host(self) -> HostDistribution:
-        """See the base class."""
-        return HostDistribution(*self._cuts.kept(self.row.cut_at))
+        """The same distribution as numbers; fetches a row that was not cut."""
+        if self._cuts is not None:
+            return HostDistribution(*self._cuts.kept(self.row.cut_at))
+        return truncated_softmax(self.row.fetch(), self._params)
 
     def residual(self, draft: Distribution, weight: float) -> "FoundMasses | None":
-        """See the base class."""
-        if not isinstance(draft, TruncatedDistribution):
-            return None
-        uniform = self.row.ask.uniform
-        return FoundMasses(*cut_residual(self._memory, draft._memory, weight, uniform), uniform)
-
-    @property
-    def _memory(self) -> tuple[int, int, int]:
-        return self._cuts.memory(self.row.cut_at)
-
-
-class DeviceDistribution(RowDistribution):
-    """The softmax of a row at a temperature, which lies on the device; ``params`` are those that it was asked with."""
-
-    __slots__ = ("_params", "masses")
-
-    def __init__(self, row: DeviceRow, params: SamplingParams) -> None:
-        self.row, self._params = row, params
-        _, total, drawn, self.drawn_probability, self.token_probability, _, _, _ = row.found
-        self.top, self.drawn = 1.0 / total, int(drawn)
-        self.masses: dict[Residual, FoundMasses] = {}  # that were asked for ahead
-
-    def residual(self, draft: Distribution, weight: float) -> "FoundMasses | None":
-        """See the base class."""
+        """See ``accept.residual``; None of a ``draft`` of another kind, or in another memory."""
+        if isinstance(draft, RowDistribution) and self._cuts is not None and draft._cuts is not None:
+            uniform, own = self.row.ask.uniform, self._cuts.memory(self.row.cut_at)
+            return FoundMasses(*cut_residual(own, draft._cuts.memory(draft.row.cut_at), weight, uniform), uniform)
         if (asked := self.ask(draft, weight)) is None:
             return None
         if asked not in self.masses:
@@ -132,33 +96,25 @@ class DeviceDistribution(RowDistribution):
         return self.masses[asked]
 
     def ask(self, draft: Distribution | None, weight: float) -> "Residual | None":
-        """What :meth:`residual` looks for; None of a ``draft`` that does not lie in the same memory."""
-        if isinstance(draft, DeviceDistribution) and draft.row.lies_with(self.row):
-            return Residual(self, draft, weight)
-        return None
-
-    def on_host(self) -> HostDistribution:
-        """See the base class; fetches the row."""
-        return _on_host(self.row, self._params)
+        """What :meth:`residual` looks for, of rows that were not cut."""
+        if self._cuts is not None or not isinstance(draft, RowDistribution) or draft._cuts is not None:
+            return None
+        return Residual(self, draft, weight) if draft.row.lies_with(self.row) else None
 
 
 class Residual(NamedTuple):
-    """The masses max(0, w q - p) of distributions on the device, see ``accept.residual``."""
+    """The masses max(0, w p - q) of two rows, see ``accept.residual``."""
 
-    target: DeviceDistribution
-    draft: DeviceDistribution
+    target: RowDistribution
+    draft: RowDistribution
     weight: float
-
-    def ask(self) -> ResidualAsk:
-        """What to ask the device."""
-        return self.target.row.residual_ask(self.draft.row, self.weight)
 
 
 def find_masses(asked: Sequence[Residual]) -> None:
-    """Find what ``DeviceDistribution.residual`` will be asked for, of targets of one step, with one wait."""
+    """Find what ``RowDistribution.residual`` will be asked for, of uncut targets of one step, with one wait."""
     if asked:
-        found = asked[0].target.row.residuals([residual.ask() for residual in asked])
-        for residual, (total, drawn) in zip(asked, found, strict=True):
+        asks = [target.row.residual_ask(draft.row, weight) for target, draft, weight in asked]
+        for residual, (total, drawn) in zip(asked, asked[0].target.row.residuals(asks), strict=True):
             residual.target.masses[residual] = FoundMasses(total, drawn, residual.target.row.ask.uniform)
 
 
@@ -185,7 +141,7 @@ class FlatRows:
 
 def on_host(given: Distribution) -> HostDistribution:
     """A distribution as numbers on the host; one of a device fetches its row."""
-    return given if isinstance(given, HostDistribution) else cast("RowDistribution", given).on_host()
+    return given.on_host() if isinstance(given, RowDistribution) else cast("HostDistribution", given)
 
 
 class FoundMasses:

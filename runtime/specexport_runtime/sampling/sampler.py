@@ -9,6 +9,7 @@ import numpy as np
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.device_rows import DeviceRow
 from specexport_runtime.executors.host_rows import HostRows, open_host_rows
+from specexport_runtime.executors.logit_rows import LogitRow
 from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, RowRule, whole_row
 from specexport_runtime.sampling.device import FlatRows, on_host, row_distribution, row_rule
 from specexport_runtime.sampling.distribution import (
@@ -84,20 +85,20 @@ class Sampler:
         return rule
 
     def ask(self, uniform: float, width: int, token: int = -1, slot: int = -1) -> RowAsk:
-        """What to ask of a row of logits that stays on a device; see ``device.row_rule``."""
+        """What to ask of a row of ``width`` logits; see ``device.row_rule``."""
         rule = self._rules.get(width) or self._rule(width)
         if rule.cuts or rule.fetch:
             return whole_row(width) if rule.cuts and self._flat.fetches_next() else RowAsk(rule, uniform, token)
         return RowAsk(rule, uniform, token, slot)
 
-    def row_distribution(self, row: DeviceRow, drafted: Sequence[int] = ()) -> Distribution:
-        """As :meth:`distribution`, of a row that stays on a device and was asked by :meth:`ask`."""
+    def row_distribution(self, row: LogitRow, drafted: Sequence[int] = ()) -> Distribution:
+        """As :meth:`distribution`, of a row that was asked by :meth:`ask`, where it lies."""
         rule = row.ask.rule
-        if rule.temperature:
-            if rule.cuts:
-                self._flat.record(row)
-            return row_distribution(row, self.params)
-        return self.distribution(row.fetch(), drafted)
+        if not (rule.temperature and isinstance(row, DeviceRow)):
+            return self.distribution(row.fetch(), drafted)
+        if rule.cuts:
+            self._flat.record(row)
+        return row_distribution(row, self.params)
 
     def distribution(self, logits: Float32Array, drafted: Sequence[int] = ()) -> HostDistribution:
         """The distribution of the token behind ``drafted``, from raw logits [V']; ids from V' on are left out.
@@ -106,12 +107,10 @@ class Sampler:
         """
         if self.is_greedy:
             return one_hot(self.greedy_token(logits, drafted))
-        processed = self._adjusted(logits, drafted)
-        allowed = None if self.grammar is None else self.grammar.allowed(drafted)
-        if allowed is None:
-            return self._softmax(processed)
-        ids = _ids_of(allowed, processed)
-        inside = truncated_softmax(processed[ids], self.params)
+        allowed, ids = self.allowed_logits(logits, drafted)
+        if ids is None:
+            return self._softmax(allowed)
+        inside = truncated_softmax(allowed, self.params)
         return HostDistribution(ids if inside.token_ids is None else ids[inside.token_ids], inside.probs)
 
     def _softmax(self, row: Float32Array) -> HostDistribution:
@@ -124,7 +123,9 @@ class Sampler:
         near = self._near[width]
         if near is None or self._near_flat.fetches_next():
             return truncated_softmax(row, self.params)
-        (found,) = near[0].collect([near[1]], row[None])
+        rows, ask = near
+        rows.begin(row[None])
+        found = rows.query(0, ask)
         self._near_flat.record(found)
         return on_host(row_distribution(found, self.params))
 
@@ -138,12 +139,15 @@ class Sampler:
         ids = _ids_of(allowed, processed)
         return int(ids[_argmax(processed[ids])])
 
-    def allowed_logits(self, logits: Float32Array, drafted: Sequence[int]) -> tuple[Float32Array, Int64Array]:
-        """Logits after bias and penalties of the tokens [n] that a grammar allows, and their ids, ascending."""
+    def allowed_logits(self, logits: Float32Array, drafted: Sequence[int]) -> tuple[Float32Array, Int64Array | None]:
+        """Logits after bias and penalties of the tokens [n] that a grammar allows, and their ids, ascending.
+
+        None for ids: these are all tokens.
+        """
         processed = self._adjusted(logits, drafted)
         allowed = None if self.grammar is None else self.grammar.allowed(drafted)
         if allowed is None:
-            return processed, np.arange(len(processed))
+            return processed, None
         ids = _ids_of(allowed, processed)
         return processed[ids], ids
 

@@ -67,9 +67,9 @@ def accept_tree_block(
 ) -> Verdict:
     """Test leaves first, and a node where nothing behind it passed: never fewer tokens in the mean than one by one.
 
-    A node of which r is the chance that it or one behind it stays passes on r q(x)/p(x), at most 1, to its first child
-    x. If nothing there stays, the next child meets q and r as x leaves them: the positive part of r q - p, and its mass
-    m over m + 1 - r. Of children that were not drawn the one that is then drawn from q, if any, has r as it is. Where
+    A node of which r is the chance that it or one behind it stays passes on r p(x)/q(x), at most 1, to its first child
+    x. If nothing there stays, the next child meets p and r as x leaves them: the positive part of r p - q, and its mass
+    m over m + 1 - r. Of children that were not drawn the one that is then drawn from p, if any, has r as it is. Where
     nothing was drawn the rule is ``accept_tree``. CheckFailedError: as there.
     """
     tree = _DrawnTree(nodes, parents, draft_distributions, draws)

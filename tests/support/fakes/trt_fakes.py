@@ -15,9 +15,9 @@ from specexport_runtime.abi import LayerGeometry, with_feature_size
 from specexport_runtime.bundle.entry import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import argmax_ids
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.gpu import ALIGNMENT, GpuInfo
+from specexport_runtime.executors.logit_rows import argmax_ids
 from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
 from specexport_runtime.executors.trt_pack import SPECS

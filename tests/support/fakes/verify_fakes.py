@@ -4,8 +4,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specexport_runtime import SpecEngine
-from specexport_runtime.executors.base import argmax_ids
 from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.executors.logit_rows import argmax_ids
 from tests.support.fakes.engine import make_tokenizer
 from tests.support.fakes.engine_of import engine_of
 

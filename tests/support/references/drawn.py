@@ -152,6 +152,8 @@ class WholeDraws:
     def __call__(self, place):
         return self._places.setdefault(place, self._new())
 
+    peek = __call__
+
     def branch(self, number):
         return self._branches.setdefault(number, self._new())
 
