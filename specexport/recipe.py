@@ -1,18 +1,20 @@
 """What to build: a frozen recipe from flags or a TOML file, every value checked before any work starts.
 
-``"auto"`` stands for a value that depends on the models; :func:`resolve_recipe` replaces it once they are known. This
-module imports no torch, so that a bad flag is reported at once.
+A :class:`BuildRecipe` is what was asked for, in which None and ``"auto"`` leave a choice to the build.
+:func:`resolve_parts` makes these choices, once, for all that is known before a model is loaded. This module imports no
+torch, so that a bad flag is reported at once.
 """
 
+import math
 import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from specexport.backends.base import ANY_ARCHITECTURE, AUTO_MODEL_LEN
+from specexport.backends.base import ANY_ARCHITECTURE, AUTO_MODEL_LEN, PartRecipe
 from specexport.backends.registry import BACKENDS, DEFAULT_BACKEND, find_backend
 from specexport_runtime.bundle.entry import MAX_ADAPTERS, MAX_LOOKAHEAD, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_TOKENS
 from specexport_runtime.bundle.quant_kinds import INT8, KEPT, KINDS, either, kinds_of
@@ -78,7 +80,7 @@ class BuildRecipe:
         gpu_memory_gb: TensorRT: refuse engines and caches that a GPU of this memory (GB) cannot hold.
         quantize: weights of the target's linear layers: ``"int8"`` (ort-cpu), ``"int4"`` (TensorRT too), ``"keep"``
             (ort-cpu: those of a quantized checkpoint as they are) or ``"none"`` (float). None keeps them where that can
-            be done, and else is ``"none"``; :func:`settle_quantization` decides it.
+            be done, and else is ``"none"``.
         draft_quantize: the same for the draft, or for the draft head. ``"auto"`` tries several on what the target
             writes (ort-cpu); elsewhere, and of a draft head, it is None, which gives a head of a quantized target int8.
         draft_layers: N, the layers that the draft keeps: those that change most; None keeps all.
@@ -106,7 +108,7 @@ class BuildRecipe:
     name: str = ""
     backend: str = DEFAULT_BACKEND
     dtype: str = "auto"
-    lookahead: int = None  # type: ignore[assignment]  # None until the recipe is made
+    lookahead: int | None = None
     max_model_len: int | Auto = "auto"
     revision: str | None = None
     draft_revision: str | None = None
@@ -132,8 +134,6 @@ class BuildRecipe:
 
     def __post_init__(self) -> None:
         self._check_types()
-        if self.lookahead is None:
-            object.__setattr__(self, "lookahead", find_backend(self.backend).default_lookahead)
         self._check_revisions()
         if isinstance(self.check, bool):
             object.__setattr__(self, "check", SHORT if self.check else NO_CHECK)
@@ -153,7 +153,7 @@ class BuildRecipe:
                 f"dtype {self.dtype!r} cannot be built for backend {self.backend}.",
                 f"use one of: auto, {', '.join(dtypes)}.",
             )
-        if not 1 <= self.lookahead <= MAX_LOOKAHEAD:
+        if self.lookahead is not None and not 1 <= self.lookahead <= MAX_LOOKAHEAD:
             raise RecipeError(
                 f"lookahead (K) is {self.lookahead}, outside 1 to {MAX_LOOKAHEAD}.",
                 "give the most draft tokens a round, for example `--lookahead 8`; to decode without a draft, "
@@ -169,10 +169,6 @@ class BuildRecipe:
         self._check_draft_reductions()
         self._check_backend_options()
         self._check_adapters()
-
-    def quantization_of(self, role: str) -> str | None:
-        """How the weights of the model in ``role`` are quantized; None if they are not."""
-        return self.quantize if role == "target" else self.draft_quantize
 
     @property
     def chooses_adapters(self) -> bool:
@@ -350,38 +346,93 @@ class BuildRecipe:
         return data
 
 
-def settle_quantization(recipe: BuildRecipe, *, quantized: Mapping[str, bool]) -> BuildRecipe:
-    """The recipe with what its quantizations mean for these checkpoints: None is float from here on, ``"auto"`` stays.
+def resolve_parts(
+    recipe: BuildRecipe, quantized: Mapping[str, bool], architectures: tuple[str, ...] = ()
+) -> dict[str, PartRecipe]:
+    """What each part of a bundle is built as: the one place where what a recipe leaves open is decided.
 
     Args:
         recipe: as it was given.
-        quantized: of each role, whether its checkpoint may hold quantized weights.
+        quantized: of each part, by its role and the target first, whether its checkpoint may hold quantized weights.
+        architectures: of the GPUs to build for, see ``Backend.architectures``.
 
     Raises:
         RecipeError: weights are to be kept that are not quantized.
     """
-    for role, key in (("target", "quantize"), ("draft", "draft_quantize")):
-        value = recipe.quantization_of(role)
-        if value == AUTO:
-            continue
-        if value == KEEP and not quantized.get(role, False):
+    backend = find_backend(recipe.backend)
+    dtype = backend.dtypes[0] if recipe.dtype == "auto" else recipe.dtype
+    model_dtype = backend.computes or dtype
+    common: dict[str, Any] = {
+        **{name: getattr(recipe, name) for name in _AS_ASKED},
+        "dtype": dtype,
+        "model_dtype": model_dtype,
+        "kv_cache_dtype": recipe.kv_cache_dtype or model_dtype,
+        "lookahead": recipe.lookahead or backend.default_lookahead,
+        "max_num_seqs": recipe.max_num_seqs or backend.default_max_num_seqs,
+        "max_num_tokens": recipe.max_num_tokens or 0,
+        "sm": architectures,
+        "gpu_memory_gb": recipe.gpu_memory_gb or math.inf,
+    }
+    parts: dict[str, PartRecipe] = {}
+    for role, holds in quantized.items():
+        asked = recipe.quantize if role == "target" else recipe.draft_quantize
+        kind = FLOAT if asked in (None, AUTO) else str(asked)
+        if kind == KEEP and not holds:
             raise RecipeError(
-                f"{key} is {KEEP!r}, and the {role}'s checkpoint holds float weights.",
+                f"{'quantize' if role == 'target' else 'draft_quantize'} is {KEEP!r}, and the {role}'s checkpoint "
+                "holds float weights.",
                 f"use {either()}, or leave it out.",
             )
-        if value is None and quantized.get(role, False) and KEEP in kinds_of(recipe.backend):
-            value = KEEP
-        recipe = with_quantization(recipe, role, None if value == FLOAT else value)
-        if role == "target" and recipe.head is not None and recipe.draft_quantize is None:
+        if role == "head" and asked is None and parts["target"].quantize != FLOAT:
             # Fast without flags: what is quantized for speed is drafted for in the same way.
-            fast = INT8.name if recipe.backend in INT8.backends else FLOAT
-            recipe = replace(recipe, draft_quantize=fast if recipe.quantize else FLOAT)
-    return recipe
+            kind = INT8.name if recipe.backend in INT8.backends else FLOAT
+        elif role != "head" and asked in (None, AUTO) and holds and KEEP in kinds_of(recipe.backend):
+            kind = KEEP
+        parts[role] = PartRecipe(role=role, quantize=kind, **common)
+    return parts
 
 
-def with_quantization(recipe: BuildRecipe, role: str, value: str | None) -> BuildRecipe:
-    """The recipe with another quantization of one role."""
-    return replace(recipe, quantize=value) if role == "target" else replace(recipe, draft_quantize=value)
+_AS_ASKED = (
+    "backend", "max_model_len", "lowering", "quantize_lm_head", "fuse", "self_draft", "check", "trust_remote_code",
+    "chooses_adapters",
+)  # fmt: skip
+"""What a part has as it was asked for."""
+
+
+def settled(recipe: BuildRecipe, parts: Mapping[str, PartRecipe], **found: Any) -> dict[str, Any]:
+    """The recipe as hashes and manifests have it: with what its parts came to, and what else was ``found``."""
+    target, *drafts = parts.values()
+    kinds = [None if part.quantize == FLOAT else part.quantize for part in (target, *drafts)]
+    return {
+        **recipe.settings(),
+        **dict(zip(("quantize", "draft_quantize"), kinds, strict=False)),
+        "dtype": target.dtype,
+        "lookahead": target.lookahead,
+        "max_num_seqs": target.max_num_seqs or None,
+        "sm": list(target.sm),
+        **found,
+    }
+
+
+def model_len(asked: int | Auto, limits: Iterable[int | None]) -> int:
+    """Most tokens of a sequence.
+
+    Args:
+        asked: ``max_model_len``; ``"auto"`` takes the smallest limit, at most 4096.
+        limits: positions that models support; None for one without a limit.
+
+    Raises:
+        RecipeError: it is larger than a limit.
+    """
+    known = [limit for limit in limits if limit is not None]
+    if asked == "auto":
+        return min([AUTO_MODEL_LEN, *known])
+    if known and asked > min(known):
+        raise RecipeError(
+            f"max_model_len is {asked}, but a model supports only {min(known)} positions.",
+            f"give at most {min(known)}, or auto.",
+        )
+    return asked
 
 
 _HOW_TO_GIVE = {
@@ -477,51 +528,6 @@ def make_recipe(flags: Mapping[str, Any], recipe_file: Path | None = None) -> Bu
     values.setdefault("target", "")
     values.setdefault("output", "")
     return BuildRecipe(**normalize_keys(values, where="the recipe"))
-
-
-def resolve_dtype(recipe: BuildRecipe) -> str:
-    """The dtype to build; ``"auto"`` is the backend's first."""
-    return find_backend(recipe.backend).dtypes[0] if recipe.dtype == "auto" else recipe.dtype
-
-
-def model_dtype(recipe: BuildRecipe) -> str:
-    """The dtype of activations and KV caches; of weights too, unless :func:`rounding` says otherwise."""
-    return find_backend(recipe.backend).computes or resolve_dtype(recipe)
-
-
-def rounding(recipe: BuildRecipe, role: str) -> str | None:
-    """The dtype that the float weights of a model are rounded to, where it computes in another; None for exact ones."""
-    dtype = resolve_dtype(recipe)
-    return dtype if dtype != model_dtype(recipe) and recipe.quantization_of(role) is None else None
-
-
-def resolve_recipe(recipe: BuildRecipe, max_positions: Iterable[int | None]) -> BuildRecipe:
-    """The recipe with every ``"auto"`` replaced.
-
-    Args:
-        recipe: what was asked for.
-        max_positions: positions that each model of the bundle supports; None for a model without a limit.
-
-    Returns:
-        A recipe whose dtype and max_model_len are concrete: the smallest of the models' limits, at most 4096.
-
-    Raises:
-        RecipeError: max_model_len is larger than a model supports.
-    """
-    limits = [limit for limit in max_positions if limit is not None]
-    concrete: dict[str, Any] = {
-        "dtype": resolve_dtype(recipe),
-        "name": recipe.bundle_name,
-        **find_backend(recipe.backend).defaults(recipe),
-    }
-    if recipe.max_model_len == "auto":
-        return replace(recipe, **concrete, max_model_len=min([AUTO_MODEL_LEN, *limits]))
-    if limits and recipe.max_model_len > min(limits):
-        raise RecipeError(
-            f"max_model_len is {recipe.max_model_len}, but a model supports only {min(limits)} positions.",
-            f"give at most {min(limits)}, or auto.",
-        )
-    return replace(recipe, **concrete)
 
 
 def normalize_architectures(values: object) -> tuple[str, ...]:

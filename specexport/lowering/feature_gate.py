@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specexport.onnx_emit import Emitter, add_input, constant
+from specexport.passes.base import CountingPass, Rewrite
 from specexport.passes.residual_blocks import Dataflow
 from specexport_runtime.abi import FEATURES, WANT_FEATURES
 from specexport_runtime.errors import CheckFailedError
@@ -22,6 +23,11 @@ def feature_size(ir_model: "ir.Model") -> int:
     if not isinstance(width, int):
         raise CheckFailedError(f"features have no fixed width: {output.shape}.")
     return width
+
+
+def feature_pass() -> CountingPass:
+    """:func:`gate_features` as a pass of a lowering."""
+    return Rewrite("feature-gate", "features cost nothing in steps behind which no head drafts", gate_features)
 
 
 def gate_features(ir_model: "ir.Model") -> int:

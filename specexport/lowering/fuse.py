@@ -1,6 +1,7 @@
 """Rotary embeddings into attention nodes, and residual additions into the norms behind them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -8,7 +9,8 @@ import numpy as np
 from specexport.lowering.common import is_causal
 from specexport.onnx_emit import Emitter, constant, set_inputs
 from specexport.ops.spec import UNPADDED_ATTENTION
-from specexport_runtime.abi import OP_DOMAIN, OP_NAME, kv_slack
+from specexport.passes.base import CountingPass, Rewrite, attention_nodes
+from specexport_runtime.abi import kv_slack
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -29,6 +31,19 @@ _ROW_PERM = (0, 2, 1, 3)
 _CONTRIB = "com.microsoft"
 NORMS = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormalization": "SkipLayerNormalization"}
 """Norms by the operator of ``com.microsoft`` that adds first."""
+
+
+def rotary_pass(
+    max_model_len: int, max_positions: int | None, takes: "Callable[[ir.Node, Rotation], bool] | None" = None
+) -> CountingPass:
+    """:func:`fuse_rotary` as a pass of a lowering."""
+    fuse = partial(fuse_rotary, rows=rotary_rows(max_model_len, max_positions), limit=max_positions, takes=takes)
+    return Rewrite("rotary-fuse", "attention turns q and k as it reads them: a pass over both less a layer", fuse)
+
+
+def norm_pass() -> CountingPass:
+    """:func:`fuse_norms` as a pass of a lowering."""
+    return Rewrite("norm-fuse", "an addition and the norm behind it are one kernel; gates need them apart", fuse_norms)
 
 
 def rotary_rows(max_model_len: int, max_positions: int | None) -> int:
@@ -89,9 +104,7 @@ def _find_rotations(
     dependent, alone = position_nodes(graph)
     measured: dict[tuple[frozenset[str], int], Rotation | None] = {}
     found = []
-    for node in graph:
-        if node.op_type != OP_NAME or node.domain != OP_DOMAIN:
-            continue
+    for node in attention_nodes(ir_model):
         if not is_causal(node) or not appends(node):  # q and k are then not rotated alike
             continue
         regions = [find_region(value, order, dependent, alone) for value in node.inputs[:2]]  # type: ignore[arg-type]

@@ -15,11 +15,14 @@ the step was fed, and the caches (``layer_gate``).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specexport.lowering.fuse import norm_pass
 from specexport.onnx_emit import Emitter, add_input, constant
+from specexport.passes.base import CountingPass, Rewrite
 from specexport.passes.residual_blocks import Dataflow, ResidualBlock, ResidualBlocks, SkipObstacle
 from specexport_runtime.abi import CONTEXT_ID, INPUT_IDS, LAYER_MASK, LOGIT_ROWS, SIMILARITY, WANT_SIMILARITY
 from specexport_runtime.errors import CheckFailedError
@@ -27,6 +30,19 @@ from specexport_runtime.executors.ort_gates import LAYER_ON
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+
+LAYER_GATE = "layer-gate"
+
+
+def gate_passes(
+    blocks: ResidualBlocks | None, *, fuse: bool, first_only: bool = False, separate: bool = False
+) -> list[CountingPass]:
+    """Gates around ``blocks``, where there are any; else norms joined with additions, where ``fuse`` says so."""
+    if blocks is not None and blocks.obstacle is None:
+        gate = partial(gate_prefix if first_only else partial(gate_layers, separate=separate), blocks=blocks)
+        return [Rewrite(LAYER_GATE, "a step runs the layers that it is asked for, of one copy of the weights", gate)]
+    return [norm_pass()] if fuse else []
 
 
 def _regions(graph: "ir.Graph", blocks: ResidualBlocks) -> "list[list[ir.Node]]":

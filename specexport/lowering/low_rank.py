@@ -19,6 +19,7 @@ import numpy as np
 
 from specexport.onnx_emit import Emitter, add_input, constant, lazy_tensor
 from specexport.ops.spec import DIM_NAMES
+from specexport.passes.base import CountingPass, Rewrite
 from specexport.passes.block_linear import linear, of_floats
 from specexport.passes.low_rank import MARK, Adapter, LowRank
 from specexport_runtime.abi import ADAPTER_IDS, OP_DOMAIN
@@ -52,6 +53,12 @@ class _Block(NamedTuple):
     def width(self) -> int:
         """All of its outputs."""
         return self.before + self.own.shape[0] + self.after
+
+
+def adapter_pass(adapters: Sequence[Adapter]) -> CountingPass:
+    """:func:`expand_adapters` as the last pass of a lowering: marks are in the branches of gates by then."""
+    expand = partial(expand_adapters, adapters=adapters)
+    return Rewrite("adapter-expand", "tokens of several adapters share a step, and others do not pay for them", expand)
 
 
 def expand_adapters(ir_model: "ir.Model", adapters: Sequence[Adapter]) -> int:

@@ -1,7 +1,7 @@
 """The base of all passes: an in-place ``onnx_ir`` pass that counts what it changed."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -37,6 +37,17 @@ class CountingPass(ir.passes.InPlacePass):
         """Run ``rewrite`` and keep its count (called by the pass infrastructure)."""
         self.changes = self.rewrite(model)
         return ir.passes.PassResult(model, modified=self.changes > 0)
+
+
+class Rewrite(CountingPass):
+    """A pass of one function, which changes a model in place and returns how many things it changed."""
+
+    def __init__(self, name: str, reason: str, function: Callable[[ir.Model], int]) -> None:
+        self.name, self.reason, self._function = name, reason, function
+
+    def rewrite(self, model: ir.Model) -> int:
+        """See the class."""
+        return self._function(model)
 
 
 class Quantizing(NamedTuple):

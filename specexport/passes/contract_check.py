@@ -1,11 +1,13 @@
 """Does the graph still keep the contract of ``abi``? Changes nothing; runs between all stages."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
 from specexport.ops.spec import DIM_NAMES
 from specexport.passes.base import AS_STORED, CountingPass, attention_nodes, recurrence_nodes
+from specexport_runtime import abi
 from specexport_runtime.abi import (
     CACHE_INPUTS,
     FEATURES,
@@ -20,7 +22,12 @@ from specexport_runtime.abi import (
     TensorSpec,
 )
 from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.executors.ort_gates import LAYER_ON
+from specexport_runtime.executors.paged import ATTENTION_METADATA, BLOCK_TABLE
 
+_TENSORS = [spec for spec in vars(abi).values() if isinstance(spec, TensorSpec)]
+_KNOWN = {spec.name: spec for spec in (*_TENSORS, BLOCK_TABLE, ATTENTION_METADATA, LAYER_ON)}
+_NUMBER = re.compile(r"(?<=\.)\d+$")
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _PICK = {"GatherElements", "GatherND"}  # embeddings are read by Gather
 _REARRANGE = {"Expand", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
@@ -66,6 +73,40 @@ class ContractCheckPass(CountingPass):
             *_check_recurrences(recurrences),
             *_check_weights(model),
         ]
+
+
+def lowered_problems(model: ir.Model) -> list[str]:
+    """What is wrong with a graph while it is lowered: step inputs may be gone, and caches have another form by now."""
+    graph = model.graph
+    inputs, outputs = ({str(value.name): value for value in values} for values in (graph.inputs, graph.outputs))
+    problems = []
+    for name, value in (inputs | outputs).items():
+        spec = _KNOWN.get(_NUMBER.sub("{i}", name))
+        if spec is None:
+            problems.append(f"{name} is not in the contract")
+        elif spec.dtype not in ("model", "cache") and str(value.dtype).lower() not in (spec.dtype, _onnx(spec.dtype)):
+            problems.append(f"{name} is {value.dtype}, not {spec.dtype}")
+    if LOGITS.name not in outputs:
+        problems.append("there are no logits")
+    for name, value in outputs.items():
+        given = inputs.get(name.replace("_out.", "."))
+        if "_out." in name and (given is None or (given.dtype, given.shape) != (value.dtype, value.shape)):
+            problems.append(f"{name} does not fit into the memory of its input")
+    return [*problems, *_unmade(graph, set())]
+
+
+def _unmade(graph: ir.Graph, made: set[ir.Value]) -> Iterator[str]:
+    """What is read before it is made; a branch reads what is around it too."""
+    made.update(graph.inputs, graph.initializers.values())
+    for node in graph:
+        missing = [value.name for value in node.inputs if value is not None and value not in made]
+        if missing:
+            yield f"{node.name} reads {missing[0]}, which nothing in front of it makes"
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                yield from _unmade(attribute.as_graph(), made)
+        made.update(node.outputs)
+    yield from (f"nothing makes {value.name}" for value in graph.outputs if value not in made)
 
 
 def _count_layers(model: ir.Model) -> tuple[int, int]:

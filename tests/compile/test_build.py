@@ -18,7 +18,6 @@ from specexport.compile.part import STAGES
 from specexport.compile.pipeline import build_bundle
 from specexport.inspect import describe
 from specexport.progress import ProgressEvent
-from specexport.recipe import resolve_recipe
 from specexport.rounding import LogitTolerance
 from specexport.verify.checkpoint import EagerModel, eager_references, recorded_rounding
 from specexport.verify.tolerance import logit_scale
@@ -351,15 +350,14 @@ def test_the_torch_weights_are_gone_before_the_check(tied, tiny_pair, tmp_path, 
 
 
 def test_engines_that_were_measured_on_other_texts_are_not_reused(tiny_pair, tmp_path, monkeypatch):
-    from specexport.compile import pipeline
+    from specexport.compile import plan
 
     def keys(**values: str) -> Any:
-        whole = tiny_pair.recipe(tmp_path / "bundle", draft_quantize=None, draft_vocab_size=None, **values)
-        recipe = resolve_recipe(whole, [256, 256])
-        return pipeline._make_plan(recipe, pipeline._find_models(recipe)).engine_keys
+        recipe = tiny_pair.recipe(tmp_path / "bundle", draft_quantize=None, draft_vocab_size=None, **values)
+        return plan.make_plan(recipe).engine_keys
 
     before = keys(quantize="int4"), keys(), keys(quantize="int8")
-    monkeypatch.setattr(pipeline, "read_counting_texts", lambda _: ("other texts",))
+    monkeypatch.setattr(plan, "read_counting_texts", lambda _: ("other texts",))
     after = keys(quantize="int4"), keys(), keys(quantize="int8")
     assert before[0]["target"] != after[0]["target"]
     assert before[0]["draft"] == after[0]["draft"], "it is not quantized"

@@ -11,7 +11,7 @@ import pytest
 from specexport.compile.pipeline import BuildResult, build_bundle
 from specexport.inspect import describe
 from specexport.passes.block_format import unpack
-from specexport.recipe import BuildRecipe, settle_quantization
+from specexport.recipe import BuildRecipe, resolve_parts
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import RecipeError
 from tests.support.cases.refusals import RunCli
@@ -209,10 +209,9 @@ def test_what_has_no_home_is_refused(tmp_path: Path, run_cli: RunCli) -> None:
 def test_float_checkpoints_have_nothing_to_keep(tmp_path: Path) -> None:
     recipe = BuildRecipe(str(tmp_path), str(tmp_path / "out"), quantize="keep")
     with pytest.raises(RecipeError, match="float weights"):
-        settle_quantization(recipe, quantized={"target": False, "draft": False})
-    assert settle_quantization(replace(recipe, quantize=None), quantized={"target": False}).quantize is None
-    assert settle_quantization(replace(recipe, quantize=None), quantized={"target": True}).quantize == "keep"
-    assert settle_quantization(replace(recipe, quantize="int8"), quantized={"target": True}).quantize == "int8"
+        resolve_parts(recipe, {"target": False})
+    for asked, holds, found in ((None, False, "none"), (None, True, "keep"), ("int8", True, "int8")):
+        assert resolve_parts(replace(recipe, quantize=asked), {"target": holds})["target"].quantize == found
 
 
 @pytest.mark.whole

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from specexport.compile.pipeline import _find_models, _make_plan, build_bundle
+from specexport.compile.pipeline import build_bundle
+from specexport.compile.plan import make_plan
 from specexport.inspect import describe
 from specexport.recipe import BuildRecipe, make_recipe
 from specexport.verify.goodness_of_fit import judge
@@ -257,7 +258,7 @@ def test_a_merged_adapter_is_a_part_of_the_weights(tiny_pair, adapters, tmp_path
 def test_another_adapter_or_use_of_it_is_another_engine(tiny_pair: TinyPair, adapters: dict[str, Path]) -> None:
     def key(*names: str, **values: Any) -> str:
         recipe = tiny_pair.recipe(Path("out"), draft=None, lora=asked(adapters, *names) if names else (), **values)
-        return dict(_make_plan(recipe, _find_models(recipe)).engine_keys)["target"]
+        return make_plan(recipe).engine_keys["target"]
 
     chosen = key("sql", lora_mode="choose")
     assert len({key(), key("sql"), key("poems"), chosen, key("sql", "poems")}) == 5

@@ -7,9 +7,9 @@ from specexport.recipe import (
     BuildRecipe,
     load_recipe_file,
     make_recipe,
-    model_dtype,
-    resolve_recipe,
-    rounding,
+    model_len,
+    resolve_parts,
+    settled,
 )
 from specexport_runtime.errors import RecipeError
 
@@ -26,10 +26,13 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, 'target = "/t"\noutput = "/o"\nlookahead = 3\nmax_model_len = 100\n')
     recipe = make_recipe({"lookahead": 5, "draft": None}, path)
     assert (recipe.target, recipe.output, recipe.lookahead, recipe.max_model_len) == ("/t", "/o", 5, 100)
-    assert recipe.quantization_of("target") is recipe.quantization_of("draft") is None
+    assert recipe.quantize is recipe.draft_quantize is None
     assert make_recipe({"kv_cache_dtype": "auto"}, path).kv_cache_dtype is None, "the dtype of the model"
-    recipe = make_recipe({"draft": "d", "quantize": "int4", "draft_quantize": "int8"}, path)
-    assert (recipe.quantization_of("target"), recipe.quantization_of("draft")) == ("int4", "int8")
+    parts = resolve_parts(
+        make_recipe({"draft": "d", "quantize": "int4", "draft_quantize": "int8"}, path),
+        {"target": False, "draft": True},
+    )
+    assert {role: part.quantize for role, part in parts.items()} == {"target": "int4", "draft": "int8"}
     with pytest.raises(RecipeError, match="No such file"):
         make_recipe({}, tmp_path / "none.toml")
 
@@ -103,10 +106,7 @@ def test_values_out_of_range_are_refused(values: dict[str, object], words: str) 
     ],
 )  # fmt: skip
 def test_auto_is_resolved(asked: int | str, limits: list[int | None], expected: int) -> None:
-    recipe = BuildRecipe(target="t", output="some/folder", max_model_len=asked)  # type: ignore[arg-type]
-    resolved = resolve_recipe(recipe, limits)
-    assert resolved.max_model_len == expected
-    assert (resolved.dtype, resolved.name) == ("float32", "folder")
+    assert model_len(asked, limits) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
@@ -136,6 +136,19 @@ def test_other_names_of_a_dtype_are_kept_by_its_own(tmp_path: Path, given: str, 
 def test_on_a_cpu_a_dtype_rounds_float_weights_and_nothing_else(backend: str, dtype: str) -> None:
     recipe = BuildRecipe(target="t", output="o", draft="d", backend=backend, dtype=dtype, draft_quantize="int4")
     on_cpu = backend == "ort-cpu"
-    assert model_dtype(recipe) == ("float32" if on_cpu else {"auto": "float16"}.get(dtype, dtype))
-    assert rounding(recipe, "target") == ("bfloat16" if on_cpu and dtype == "bfloat16" else None)
-    assert rounding(recipe, "draft") is None
+    part = resolve_parts(recipe, {"target": False, "draft": False})["draft"]
+    assert part.model_dtype == part.kv_cache_dtype == ("float32" if on_cpu else {"auto": "float16"}.get(dtype, dtype))
+    assert part.rounding(None) == ("bfloat16" if on_cpu and dtype == "bfloat16" else None)
+    assert part.rounding(part.quantize) is None
+
+
+def test_what_a_recipe_leaves_open_is_settled_once() -> None:
+    recipe = BuildRecipe(target="t", output="some/folder", draft="d")
+    parts = resolve_parts(recipe, {"target": False, "draft": True})
+    assert not any(None in vars(part).values() for part in parts.values())
+    expected = {"dtype": "float32", "name": "folder", "lookahead": 8, "quantize": None, "draft_quantize": "keep"}
+    assert settled(recipe, parts, max_model_len=99).items() >= (expected | {"max_model_len": 99}).items()
+    head = resolve_parts(
+        BuildRecipe(target="t", output="o", head="h", quantize="int4"), {"target": False, "head": True}
+    )
+    assert head["head"].quantize == "int8", "what is quantized for speed is drafted for in the same way"

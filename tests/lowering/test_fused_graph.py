@@ -9,13 +9,13 @@ import pytest
 
 from specexport.backends.ort import write_onnx, write_padded_onnx
 from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
-from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.trace.check import reference_logits
 from tests.support.cases import chance
 from tests.support.models.tiny_models import BASE, VOCAB, make_model
 from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references.engine_harness import Engine, make_checkpoint
+from tests.support.references.lowered import lower_ort_cpu
 
 PREFILL = (9, 17, 4)
 VERIFY = (5, 1, 3)

@@ -10,12 +10,13 @@ import pytest
 from specexport.backends.ort import write_onnx, write_padded_onnx
 from specexport.channel_ranges import CacheRange
 from specexport.lowering.fuse import fuse_rotary
-from specexport.lowering.ort_cpu import lower_ort_cpu, use_int8_caches
+from specexport.lowering.ort_cpu import use_int8_caches
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.trace.calibrate import cache_ranges
 from tests.support.models.tiny_models import make_llama
 from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references.engine_harness import INT8_POISON, Engine, make_checkpoint
+from tests.support.references.lowered import lower_ort_cpu
 
 TEXTS = np.random.default_rng(7).integers(3, 200, (3, 90))
 ARCHITECTURES = ["llama", "gpt2", "gemma2", "gemma3", "gpt_oss", "phi", "mistral"]

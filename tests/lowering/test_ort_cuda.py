@@ -15,7 +15,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from specexport.lowering.common import step_inputs
 from specexport.lowering.fuse import fuse_norms
-from specexport.lowering.ort_cuda import attach_paged_attention, fuse_for_paging, lower_ort_cuda
+from specexport.lowering.ort_cuda import attach_paged_attention
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport.passes.pipeline import quantizing_passes
 from specexport.passes.quantize_ort_cuda import pack_channels
@@ -36,6 +36,7 @@ from tests.support.models.half_models import trace
 from tests.support.models.tiny_models import VOCAB
 from tests.support.references.cuda_graphs import PagedEngine, ReferenceSession, gpu_or_skip
 from tests.support.references.engine_harness import make_checkpoint, pack
+from tests.support.references.lowered import fuse_for_paging, lower_ort_cuda
 
 STEP = ["input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens", "block_table", "attention_metadata"]
 # A dtype of each for the tests of whole engines: traced once, used by both.

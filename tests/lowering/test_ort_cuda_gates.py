@@ -11,8 +11,6 @@ import pytest
 from specexport.backends.ort import write_onnx
 from specexport.lowering.common import step_inputs
 from specexport.lowering.layer_gate import gate_layers
-from specexport.lowering.ort_cpu import lower_ort_cpu
-from specexport.lowering.ort_cuda import lower_ort_cuda
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.abi import StepShape
 from specexport_runtime.bundle.entry import ModelEntry
@@ -34,6 +32,7 @@ from tests.support.fakes.fake_onnxruntime import FakeBinding, FakeOrt
 from tests.support.models.half_models import trace
 from tests.support.models.tiny_models import VOCAB
 from tests.support.references.cuda_graphs import ReferenceSession
+from tests.support.references.lowered import lower_ort_cpu, lower_ort_cuda
 
 NAME, GATES, LENGTH = "llama", 4, 64
 PROMPTS = [[(7 * i + 11) % (VOCAB - 3) + 3 for i in range(9)], [(5 * i + 4) % (VOCAB - 3) + 3 for i in range(6)]]

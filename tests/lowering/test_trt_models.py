@@ -7,13 +7,13 @@ import onnx_ir as ir
 import pytest
 
 from specexport.lowering import trt_native
-from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.trace.check import reference_logits
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS
 from tests.support.cases import chance
 from tests.support.models.half_models import HalfModel, trace
 from tests.support.models.tiny_models import VOCAB
 from tests.support.references.engine_harness import make_checkpoint
+from tests.support.references.lowered import lower_tensorrt
 from tests.support.references.trt_evaluator import Engine
 
 PREFILL, VERIFY, CAPACITY = (9, 17, 4), (5, 1, 3), 40

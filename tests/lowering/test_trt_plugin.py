@@ -11,7 +11,6 @@ import pytest
 from specexport.backends.profiles import input_shapes, plan_profiles
 from specexport.lowering import trt_plugin
 from specexport.lowering.common import step_inputs
-from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.plugin.naming import plugin_names, plugin_spec
 from specexport.trace.check import reference_logits
 from specexport_runtime.abi import LayerGeometry
@@ -23,6 +22,7 @@ from tests.support.models.tiny_models import VOCAB
 from tests.support.references.engine_harness import make_checkpoint
 from tests.support.references.evaluator import OPS, PluginEngine, make_evaluator
 from tests.support.references.kernel_worker import InterpretedKernels
+from tests.support.references.lowered import lower_tensorrt
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 # The result is rounded once, to the model's type; values reach about 3.
