@@ -40,10 +40,17 @@ _SM = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)", re.IGNORECASE)
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _ALIASES = {"num_speculative_tokens": "lookahead"}
 _DTYPE_ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
-_TEXT_KEYS = (
-    "draft", "head", "revision", "draft_revision", "head_revision", "quantize", "draft_quantize", "draft_vocab_texts",
-    "kv_cache_dtype",
-)  # fmt: skip
+_TYPES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("name", "backend", "dtype", "lowering", "lora_mode"), (str, "text")),
+    **dict.fromkeys(("draft", "head", "revision", "draft_revision", "head_revision"), (str, "text", None)),
+    **dict.fromkeys(("quantize", "draft_quantize", "draft_vocab_texts", "kv_cache_dtype"), (str, "text", None)),
+    **dict.fromkeys(("trust_remote_code", "quantize_lm_head", "fuse", "self_draft"), (bool, "true or false")),
+    **dict.fromkeys(("lookahead", "max_num_seqs", "max_num_tokens", "draft_layers"), (int, "a whole number", None)),
+    "draft_vocab_size": (int, "a whole number", None, AUTO, ALL),
+    "gpu_memory_gb": ((float, int), "a number", None),
+    "max_model_len": (int, 'a whole number or "auto"', "auto"),
+}
+"""Of each field: its type, that in words, and what else it may be."""
 MTP = "mtp"
 """What is given in the place of a draft head for the MTP module in the target's own checkpoint."""
 _PATH_KEYS = ("target", "draft", "head", "output", "draft_vocab_texts")
@@ -299,23 +306,9 @@ class BuildRecipe:
         for key in ("target", "output"):
             if not isinstance(getattr(self, key), str) or not getattr(self, key):
                 raise RecipeError(f"{key} is missing.", _HOW_TO_GIVE[key])
-        for key in ("name", "backend", "dtype", "lowering", "lora_mode"):
-            _require_type(key, getattr(self, key), str, "text")
-        for key in _TEXT_KEYS:
-            if getattr(self, key) is not None:
-                _require_type(key, getattr(self, key), str, "text")
-        for key in ("trust_remote_code", "quantize_lm_head", "fuse", "self_draft"):
-            _require_type(key, getattr(self, key), bool, "true or false")
-        if self.lookahead is not None:
-            _require_type("lookahead", self.lookahead, int, "a whole number")
-        for key in ("max_num_seqs", "max_num_tokens", "draft_layers", "draft_vocab_size"):
-            words = (None, AUTO, ALL) if key == "draft_vocab_size" else (None,)
+        for key, (kind, meaning, *words) in _TYPES.items():
             if getattr(self, key) not in words:
-                _require_type(key, getattr(self, key), int, "a whole number")
-        if self.gpu_memory_gb is not None and not isinstance(self.gpu_memory_gb, int):
-            _require_type("gpu_memory_gb", self.gpu_memory_gb, float, "a number")
-        if self.max_model_len != "auto":
-            _require_type("max_model_len", self.max_model_len, int, 'a whole number or "auto"')
+                _require_type(key, getattr(self, key), kind, meaning)
 
     def _check_revisions(self) -> None:
         if self.draft is None and self.draft_revision is not None:
@@ -441,7 +434,7 @@ _HOW_TO_GIVE = {
 }
 
 
-def _require_type(key: str, value: object, kind: type, meaning: str) -> None:
+def _require_type(key: str, value: object, kind: Any, meaning: str) -> None:
     # bool is an int for Python, but `lookahead = true` is a mistake.
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise RecipeError(f"{key} is {value!r}, not {meaning}.", f"give {key} as {meaning}.")

@@ -74,6 +74,8 @@ def fuse_rotary(
     ``rotary_rows``; None changes nothing. ``limit`` is the number of positions that the model supports, None for no
     limit; rows beyond are never read. ``takes`` says whether a backend's kernel takes a rotation; None: all.
     """
+    import onnx_ir as ir
+
     if rows is None:
         return 0
     found = [each for each in _find_rotations(ir_model, rows, limit) if takes is None or takes(each[0], each[2])]
@@ -89,7 +91,7 @@ def fuse_rotary(
                 flat[rotated] = _flat_root(ir_model, node, side)
             node.replace_input_with(index, flat[rotated])
         set_inputs(node, ROTARY_INPUTS[0], _tables(ir_model, rotation, sides[0].region.value))
-        node.attributes.add(_int_attribute(ROTARY_ATTRIBUTE, int(rotation.interleaved)))
+        node.attributes.add(ir.AttrInt64(ROTARY_ATTRIBUTE, int(rotation.interleaved)))
     remove_dead_nodes(ir_model)
     return len(found)
 
@@ -189,12 +191,6 @@ def _tables(ir_model: "ir.Model", rotation: "Rotation", rotated: "ir.Value") -> 
             same = [constant(ir_model.graph, f"rotary.{kind}.{len(taken)}", array)]
         values.append(same[0])
     return values
-
-
-def _int_attribute(name: str, value: int) -> "ir.Attr":
-    import onnx_ir as ir
-
-    return ir.AttrInt64(name, value)
 
 
 def remove_dead_nodes(ir_model: "ir.Model") -> None:

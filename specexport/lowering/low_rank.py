@@ -66,7 +66,11 @@ def expand_adapters(ir_model: "ir.Model", adapters: Sequence[Adapter]) -> int:
     import onnx_ir as ir
 
     graph = ir_model.graph
-    sites = [_site(node) for node in ir.traversal.RecursiveGraphIterator(graph) if _is_mark(node)]
+    sites = [
+        _site(node)
+        for node in ir.traversal.RecursiveGraphIterator(graph)
+        if (node.op_type, node.domain) == (MARK, OP_DOMAIN)
+    ]
     if not sites:
         return 0
     ids = add_input(graph, ADAPTER_IDS.name, ir.DataType.INT64, [DIM_NAMES["T"]])
@@ -75,10 +79,6 @@ def expand_adapters(ir_model: "ir.Model", adapters: Sequence[Adapter]) -> int:
         _expand(graph, site, adapters, chosen)
     chosen.place()
     return len(sites)
-
-
-def _is_mark(node: "ir.Node") -> bool:
-    return node.op_type == MARK and node.domain == OP_DOMAIN
 
 
 def _site(node: "ir.Node") -> _Site:

@@ -185,8 +185,8 @@ class SelectFoldPass(CountingPass):
     @staticmethod
     def _fold(model: ir.Model, node: ir.Node, tensor: ir.TensorProtocol, entry: int) -> None:
         count, *shape = sizes_of(tensor)
-        make, part = partial(_one, tensor, entry % count), partial(_part, tensor, entry % count)
-        value = lazy_weight(model.graph, f"{tensor.name}.{entry % count}", tensor.dtype, shape, make, part)
+        part = partial(_part, tensor, entry % count)
+        value = lazy_weight(model.graph, f"{tensor.name}.{entry % count}", tensor.dtype, shape, part=part)
         ir.convenience.replace_all_uses_with(node.outputs[0], value)
         model.graph.remove(node, safe=True)
 
@@ -201,14 +201,10 @@ def _entry(node: ir.Node, weight: ir.Value) -> int | None:
     return int(index.numpy())
 
 
-def _one(tensor: ir.TensorProtocol, entry: int) -> np.ndarray:
-    found: np.ndarray = part_of(tensor, 0, entry, entry + 1)[0]
-    return found
-
-
 def _part(tensor: ir.TensorProtocol, entry: int, axis: int, start: int, stop: int) -> np.ndarray:
     where = slice(start, stop)
-    return _one(tensor, entry)[where if axis == 0 else (slice(None), where)]
+    found: np.ndarray = part_of(tensor, 0, entry, entry + 1)[0][where if axis == 0 else (slice(None), where)]
+    return found
 
 
 class NodeDeduplicatePass(CountingPass):

@@ -46,8 +46,8 @@ class PrecisionCastPass(CountingPass):
                 continue
             if weight in model.graph.outputs or not all(self._casts_to_model(node) for node in readers):
                 continue
-            make, part = partial(_cast, tensor, self.dtype), partial(_part, tensor, self.dtype)
-            value = lazy_weight(model.graph, f"{weight.name}.cast", self.dtype, sizes_of(tensor), make, part)
+            part = partial(_part, tensor, self.dtype)
+            value = lazy_weight(model.graph, f"{weight.name}.cast", self.dtype, sizes_of(tensor), part=part)
             for node in readers:
                 ir.convenience.replace_all_uses_with(node.outputs[0], value)
                 model.graph.remove(node, safe=True)
@@ -71,10 +71,6 @@ class PrecisionCastPass(CountingPass):
         emit.place()
         model.graph.outputs[position] = cast
         return 1
-
-
-def _cast(tensor: ir.TensorProtocol, dtype: ir.DataType) -> np.ndarray:
-    return tensor.numpy().astype(dtype.numpy())
 
 
 def _part(tensor: ir.TensorProtocol, dtype: ir.DataType, axis: int, start: int, stop: int) -> np.ndarray:

@@ -15,20 +15,18 @@ from specexport.compile.pipeline import build_bundle
 from specexport.compile.plan import make_plan
 from specexport.inspect import describe
 from specexport.recipe import BuildRecipe, make_recipe
-from specexport.verify.goodness_of_fit import judge
-from specexport.verify.logit_tree import LogitTree, Partition, conditional
 from specexport.verify.neighbours import check_neighbours
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckFailedError, CheckpointError, InvalidRequestError, RecipeError
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerRules
-from specexport_runtime.sampling.sampler import Sampler
 from tests.support.cases.refusals import RunCli
 from tests.support.fakes.rounds import check_every_round
 from tests.support.models.pairs import TinyPair
 from tests.support.models.tiny_lora import apply_adapter, save_adapter
 from tests.support.models.tiny_models import make_llama
+from tests.support.references.drafted import Odds
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]
 NAMES = (None, "sql", "poems")
@@ -39,7 +37,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "auto": {"drafter": "auto"},
 }  # fmt: skip
 PLAIN = SamplingParams(max_tokens=24, ignore_eos=True)
-DEPTH, RUNS = 3, 400
 
 
 @pytest.fixture(scope="session")
@@ -146,21 +143,10 @@ def test_greedy_text_is_plain_text_at_every_lookahead(engine: SpecEngine, way: s
 
 @pytest.mark.parametrize("way", ["draft-model", "self"])
 def test_sampled_text_follows_the_adapted_target(bundle: Path, way: str) -> None:
-    params = SamplingParams(temperature=1.0, top_k=6)
     with closing(load(bundle, lora="sql")) as engine:
-        prompt = engine.encode(PROMPTS[0])
-        tree = LogitTree(engine.target, prompt)
-        partition = Partition(conditional(tree, Sampler(params, prompt, tree.vocab_size)), DEPTH, RUNS)
-        each = [replace(params, seed=i, max_tokens=DEPTH + 1, ignore_eos=True) for i in range(RUNS)]
-        ways = {"num_speculative_tokens": 3} | WAYS[way]
-        outcomes = {
-            name: [
-                tuple(result.token_ids[:DEPTH]) for result in engine.generate([prompt] * RUNS, each, lora=name, **ways)
-            ]
-            for name in ("sql", "poems")
-        }
-    assert judge("engine", way, 0, partition, outcomes["sql"], DEPTH, 1e-4).passed
-    assert not judge("engine", way, 0, partition, outcomes["poems"], DEPTH, 1e-4).passed
+        odds = Odds(engine, engine.encode(PROMPTS[0]), SamplingParams(temperature=1.0, top_k=6))
+        for name in ("sql", "poems"):
+            assert odds.fit(engine, lora=name, num_speculative_tokens=3, **WAYS[way]) == (name == "sql")
 
 
 def test_kept_texts_are_those_of_one_adapter(bundle: Path) -> None:

@@ -153,19 +153,6 @@ def test_an_int4_graph_lacks_nothing_but_the_kernels(dtype: str, tmp_path: Path)
         onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
 
 
-@pytest.mark.whole
-def test_norms_with_float32_weights_have_inputs_of_one_dtype() -> None:
-    result, _ = traced("gemma", "bfloat16")
-    model = result.ir_model.clone()
-    lower_ort_cuda(model)
-    onnx.checker.check_model(ir.to_proto(model), full_check=True)
-    norms = [node for node in model.graph if node.op_type == "RMSNormalization"]
-    assert norms
-    for node in norms:
-        assert {value.dtype for value in (*node.inputs, *node.outputs)} == {ir.DataType.FLOAT}
-        assert node.inputs[0].producer().op_type == "Cast"
-
-
 def test_inputs_lie_where_the_operators_schema_has_them() -> None:
     model = attention_model(Case(sinks=True), "float16")
     lower_ort_cuda(model)
