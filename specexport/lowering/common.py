@@ -68,6 +68,13 @@ def take_place(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
     ir.convenience.replace_all_uses_with(old, new)
 
 
+def value_like(value: "ir.Value", name: str) -> "ir.Value":
+    """A value of the same type and shape."""
+    import onnx_ir as ir
+
+    return ir.Value(name=name, shape=value.shape, type=value.type)
+
+
 def unify_norm_types(ir_model: "ir.Model") -> int:
     """Cast the input of every RMSNormalization to the dtype of its scale, in place; returns how many there were.
 

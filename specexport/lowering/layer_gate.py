@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specexport.lowering.common import value_like
 from specexport.lowering.fuse import norm_pass
 from specexport.onnx_emit import Emitter, add_input, constant
 from specexport.passes.base import CountingPass, Rewrite
@@ -101,8 +102,8 @@ def gate_block(
     assert add is not None  # noqa: S101 - branch_of has seen it
     body = [*region, add]
     kept = _passed_on(graph, block, body)
-    outputs = [_like(old, str(old.name)) for old in kept]
-    ins = [_like(old, f"{name}.skipped.{at}") for at, old in enumerate(kept)]
+    outputs = [value_like(old, str(old.name)) for old in kept]
+    ins = [value_like(old, f"{name}.skipped.{at}") for at, old in enumerate(kept)]
     emit, skip = Emitter(graph), Emitter(graph)
     for passed, out in zip(kept.values(), ins, strict=True):
         skip.node("Identity", [passed], outputs=[out])
@@ -128,12 +129,6 @@ def _passed_on(graph: "ir.Graph", block: ResidualBlock, body: "Sequence[ir.Node]
         if value.producer() in inside:
             kept[value] = by_name[str(value.name).replace("_out.", ".")]
     return kept
-
-
-def _like(value: "ir.Value", name: str) -> "ir.Value":
-    import onnx_ir as ir
-
-    return ir.Value(name=name, shape=value.shape, type=value.type)
 
 
 class _Cosines:

@@ -158,12 +158,8 @@ def test_all_layers_and_all_tokens_are_no_cut(tiny_pair: TinyPair, tmp_path: Pat
 def test_bad_input_is_one_line(refuse_cli, tiny_pair, tmp_path, monkeypatch):
     pair = ("build", tiny_pair.target, "--draft", tiny_pair.draft, "-o", tmp_path / "out", "-q")
     assert "draft_layers is 2, and the draft has 1. Fix: give 1 to 1" in refuse_cli(*pair, "--draft-layers", 2)
-    for count in (0, -1):
-        assert f"draft_layers is {count}. Fix: give the layers" in refuse_cli(*pair, "--draft-layers", count)
     missing = refuse_cli(*pair, "--draft-layers", 1, "--draft-vocab-texts", tmp_path / "none")
     assert "draft_vocab_texts" in missing
-    alone = ("build", tiny_pair.target, "-o", tmp_path / "out", "-q")
-    assert "draft_layers is given and draft is not" in refuse_cli(*alone, "--draft-layers", 1)
     # a checkpoint whose config is no plain file, as in a GGUF one, says it when it is loaded
     monkeypatch.setattr("specexport.compile.pipeline.check_draft_sizes", lambda _: None)
     assert "draft_layers is 2, and the draft has 1" in refuse_cli(*pair, "--draft-layers", 2)

@@ -102,31 +102,6 @@ def test_a_prefill_that_was_asked_for_stays_and_nothing_is_folded_below_the_smal
     assert plan_folding(5, 0, **limits, max_num_tokens=None) == (5, 512, ""), "written out: there are no masks"
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"sm": "ninety"}, "sm 'ninety' is not a compute capability"),
-        ({"sm": ["all"]}, "sm 'all'"),
-        ({"self_draft": True}, "self_draft is given, and backend tensorrt-rtx"),
-        ({"backend": "tensorrt", "self_draft": True}, "self_draft is given, and backend tensorrt"),
-        ({"self_draft": "yes"}, "not true or false"),
-        ({"lowering": "plugin"}, "lowering is given, and backend tensorrt-rtx fixes nothing of the kind"),
-        ({"backend": "tensorrt", "lowering": "native"}, "lowering 'native' cannot be built for backend tensorrt"),
-        ({"max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 256"),
-        ({"max_num_tokens": 10**6}, "max_num_tokens is 1000000, outside"),
-        ({"gpu_memory_gb": -1.0}, "gpu_memory_gb is -1.0"),
-        ({"backend": "ort-cpu", "sm": "89"}, "sm is given, and backend ort-cpu fixes nothing of the kind"),
-        ({"backend": "ort-cuda", "max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 4096"),
-        ({"backend": "ort-cpu", "lowering": "plugin"}, "lowering is given"),
-    ],
-)
-def test_values_that_are_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        make_recipe(GIVEN | values)
-    assert words in caught.value.message
-    assert caught.value.hint
-
-
 def test_tensorrt_rtx_builds_for_the_architectures_it_has_and_by_default_for_the_gpu_here(no_gpu, monkeypatch):
     known = known_architectures(TENSORRT_RTX)
     assert {"75", "80", "86", "89", "120"} <= set(known)

@@ -18,7 +18,7 @@ from specexport.recipe import BuildRecipe, make_recipe
 from specexport.verify.neighbours import check_neighbours
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
-from specexport_runtime.errors import CheckFailedError, CheckpointError, InvalidRequestError, RecipeError
+from specexport_runtime.errors import CheckFailedError, CheckpointError, InvalidRequestError
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerRules
 from tests.support.cases.refusals import RunCli
@@ -101,21 +101,6 @@ def test_each_row_computes_with_its_own_adapter(engine: SpecEngine, adapters: di
     limit = 1e-4 if errors[0] < 1e-4 else 3 * errors[0]
     assert max(errors) < limit, errors
     assert abs(torch_logits(texts[0], None) - torch_logits(texts[0], adapters["poems"])).max() > 0.5
-
-
-def test_a_token_has_the_same_bits_in_any_step(engine: SpecEngine) -> None:
-    """Alone, K+1 at a time and beside rows with other adapters."""
-    sequences = [engine.encode(prompt) for prompt in PROMPTS]
-    for adapter in range(3):
-        engine.target.default_adapter = adapter  # type: ignore[attr-defined]
-        try:
-            found = check_neighbours("target", engine.target, sequences, lookahead=8)
-        finally:
-            engine.target.default_adapter = 0  # type: ignore[attr-defined]
-        assert found.max_relative == 0
-    whole = step(engine, [(ids, adapter) for ids, adapter in zip(sequences, (2, 1, 0), strict=True)])
-    alone = np.concatenate([step(engine, [(ids, adapter)]) for ids, adapter in zip(sequences, (2, 1, 0), strict=True)])
-    np.testing.assert_array_equal(whole, alone)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -294,20 +279,6 @@ def test_bad_adapters_are_refused(what, tiny_pair, adapters, tmp_path, refuse_cl
     places = {name: str(folder) for name, folder in (adapters | {"other": other}).items()}
     each = [part for flag in flags for part in ("--lora", flag.format(**places))]
     assert words in refuse_cli("build", tiny_pair.target, "-o", tmp_path / "out", "-q", "--no-cache", *each)
-
-
-def test_what_cannot_be_done_with_adapters_is_refused(adapters: dict[str, Path]) -> None:
-    both, one = asked(adapters), asked(adapters, "sql")
-    with pytest.raises(RecipeError, match="2 LoRA adapters are to be merged"):
-        BuildRecipe(target="t", output="o", lora=both, lora_mode="merge")
-    with pytest.raises(RecipeError, match="lora_mode is given and lora is not"):
-        BuildRecipe(target="t", output="o", lora_mode="choose")
-    with pytest.raises(RecipeError, match="lora_mode is 'blend'"):
-        BuildRecipe(target="t", output="o", lora=one, lora_mode="blend")
-    for backend in ("ort-cuda", "tensorrt", "tensorrt-rtx"):
-        assert BuildRecipe(target="t", output="o", backend=backend, lora=one).lora
-        with pytest.raises(RecipeError, match=f"backend {backend} cannot do that"):
-            BuildRecipe(target="t", output="o", backend=backend, lora=both)
 
 
 @pytest.mark.whole

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from specexport.backends.registry import BACKENDS
 from specexport.recipe import (
     AUTO_MODEL_LEN,
     BuildRecipe,
@@ -14,6 +15,11 @@ from specexport.recipe import (
 from specexport_runtime.errors import RecipeError
 
 RECIPES = Path(__file__).parents[2] / "engines" / "recipes"
+
+
+RTX = {"backend": "tensorrt-rtx"}
+TWO = ("sql=a", "poems=b")
+WHOLE = {"draft": "d", "draft_quantize": "none", "draft_vocab_size": "all"}
 
 
 def write(folder: Path, text: str) -> Path:
@@ -89,6 +95,36 @@ def test_a_bad_recipe_file_is_refused_by_name(tmp_path: Path, text: str, words: 
         ({"quantize_lm_head": "no"}, "quantize_lm_head is 'no', not true or false"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'"),
         ({"kv_cache_dtype": "int8", "backend": "ort-cuda"}, "kv_cache_dtype is given, and backend ort-cuda fixes"),
+        ({"draft": "d", "draft_layers": 0}, "draft_layers is 0."),
+        ({"draft": "d", "draft_layers": True}, "draft_layers is True, not a whole number"),
+        ({"draft_layers": 1}, "draft_layers is given and draft is not"),
+        ({"draft": "d", "draft_vocab_size": 0}, "draft_vocab_size is 0."),
+        ({"draft": "d", "draft_vocab_size": "40"}, "draft_vocab_size is '40', not a whole number"),
+        ({"draft": "d", "draft_vocab_size": 3.0}, "draft_vocab_size is 3.0, not a whole number"),
+        ({"draft_vocab_size": 9}, "draft_vocab_size is given and draft is not"),
+        ({"draft_vocab_texts": "x"}, "draft_vocab_texts is given and draft is not"),
+        (WHOLE | {"draft_vocab_texts": "x"}, "draft_vocab_texts is given, and neither draft_vocab_size nor"),
+        ({"head": "h", "draft": "d"}, "draft and head are both given"),
+        ({"head": "h", "self_draft": True}, "head and self_draft are both given"),
+        ({"head": "h", "draft_quantize": "keep"}, "draft heads hold float weights"),
+        ({"lora": TWO, "lora_mode": "merge"}, "2 LoRA adapters are to be merged"),
+        ({"lora": TWO[:1], "lora_mode": "blend"}, "lora_mode is 'blend'"),
+        ({"lora_mode": "choose"}, "lora_mode is given and lora is not"),
+        *(({"lora": TWO, "backend": name}, f"backend {name} cannot do that") for name in ("ort-cuda", "tensorrt")),
+        (RTX | {"lora": TWO}, "backend tensorrt-rtx cannot do that"),
+        (RTX | {"sm": "ninety"}, "sm 'ninety' is not a compute capability"),
+        (RTX | {"sm": ["all"]}, "sm 'all'"),
+        (RTX | {"self_draft": True}, "self_draft is given, and backend tensorrt-rtx"),
+        ({"backend": "tensorrt", "self_draft": True}, "self_draft is given, and backend tensorrt"),
+        (RTX | {"self_draft": "yes"}, "not true or false"),
+        (RTX | {"lowering": "plugin"}, "lowering is given, and backend tensorrt-rtx fixes nothing of the kind"),
+        ({"backend": "tensorrt", "lowering": "native"}, "lowering 'native' cannot be built for backend tensorrt"),
+        (RTX | {"max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 256"),
+        (RTX | {"max_num_tokens": 10**6}, "max_num_tokens is 1000000, outside"),
+        (RTX | {"gpu_memory_gb": -1.0}, "gpu_memory_gb is -1.0"),
+        ({"sm": "89"}, "sm is given, and backend ort-cpu fixes nothing of the kind"),
+        ({"backend": "ort-cuda", "max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 4096"),
+        ({"lowering": "plugin"}, "lowering is given"),
     ],
 )
 def test_values_out_of_range_are_refused(values: dict[str, object], words: str) -> None:
@@ -148,6 +184,8 @@ def test_what_a_recipe_leaves_open_is_settled_once() -> None:
     assert not any(None in vars(part).values() for part in parts.values())
     expected = {"dtype": "float32", "name": "folder", "lookahead": 8, "quantize": None, "draft_quantize": "keep"}
     assert settled(recipe, parts, max_model_len=99).items() >= (expected | {"max_model_len": 99}).items()
+    for backend in BACKENDS:  # one adapter is merged anywhere
+        assert BuildRecipe(target="t", output="o", backend=backend, lora=(("sql", "a"),)).lora
     head = resolve_parts(
         BuildRecipe(target="t", output="o", head="h", quantize="int4"), {"target": False, "head": True}
     )

@@ -17,11 +17,11 @@ from specexport.compile.pipeline import build_bundle
 from specexport.heads.reference import CHECK_LENS, causal_reference
 from specexport.heads.trace import causal_step
 from specexport.inspect import describe
-from specexport.recipe import BuildRecipe, make_recipe
+from specexport.recipe import make_recipe
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
-from specexport_runtime.errors import CheckFailedError, CheckpointError, RecipeError
+from specexport_runtime.errors import CheckFailedError, CheckpointError
 from tests.support.models.head_bundles import build
 from tests.support.models.loading import config_of, load
 from tests.support.models.tiny_dflash import zlab
@@ -192,13 +192,3 @@ def test_a_head_is_fetched_at_its_revision(target, target_folder, tmp_path, monk
         ):  # as the head's own stages are given it
             build_bundle(make_recipe(flags, recipe_file), use_cache=False)
         assert set(asked) == {("someone/head", wanted)}
-
-
-def test_recipes_that_ask_for_too_much(tmp_path: Path) -> None:
-    common = {"target": "t", "output": str(tmp_path), "head": "h"}
-    with pytest.raises(RecipeError, match="draft and head are both given"):
-        BuildRecipe(**common, draft="d")
-    with pytest.raises(RecipeError, match="head and self_draft"):
-        BuildRecipe(**common, self_draft=True)
-    with pytest.raises(RecipeError, match="draft heads hold float weights"):
-        BuildRecipe(**common, draft_quantize="keep")

