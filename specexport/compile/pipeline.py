@@ -23,7 +23,7 @@ from specexport.compile.cache import EngineCache, open_cache
 from specexport.compile.head import HeadPlan, plan_head, prepare_head
 from specexport.compile.model import WHOLE, Reductions, prepare_model, require_export_stack
 from specexport.compile.part import STAGES, ModelSource, Part, build_part
-from specexport.compile.plan import Plan, check_draft_sizes, check_tokenizer_files, make_plan
+from specexport.compile.plan import BuildPlan, check_draft_sizes, check_tokenizer_files, make_plan
 from specexport.compile.token_map import side_of
 from specexport.host import peak_memory_bytes, seldom_collected
 from specexport.progress import Progress, StageClock
@@ -142,7 +142,7 @@ def build_bundle(
     return BuildResult(output, manifest, False, tuple(reused), dict(clock.seconds), checks, peak_memory_bytes())
 
 
-def _found(plan: Plan, entries: Mapping[str, ModelEntry]) -> dict[str, Any]:
+def _found(plan: BuildPlan, entries: Mapping[str, ModelEntry]) -> dict[str, Any]:
     """What was open until all parts were built: a length that all support, and the form of a draft that was tried."""
     limits = [entry.max_positions for entry in entries.values()]
     limits += [entry.rope.max_len for entry in entries.values() if entry.rope]
@@ -157,7 +157,7 @@ def _found(plan: Plan, entries: Mapping[str, ModelEntry]) -> dict[str, Any]:
 class _Heads:
     """A bundle's draft head, looked at when an engine is built that depends on it; its target is loaded once."""
 
-    def __init__(self, plan: Plan, clock: StageClock) -> None:
+    def __init__(self, plan: BuildPlan, clock: StageClock) -> None:
         self._parts, self._clock = plan.parts, clock
         self._sources = {model.role: model for model in plan.models}
         self._plan: HeadPlan | None = None
@@ -171,7 +171,7 @@ class _Heads:
         return self._plan, target
 
 
-def _reductions_of(model: ModelSource, plan: Plan, built: Mapping[str, BuiltModel], folder: Path) -> Reductions:
+def _reductions_of(model: ModelSource, plan: BuildPlan, built: Mapping[str, BuiltModel], folder: Path) -> Reductions:
     """What a model is cut down by: only a draft, whose LM head keeps what ends a text of the target."""
     if model.role != "draft":
         return WHOLE

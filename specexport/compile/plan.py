@@ -51,7 +51,7 @@ class EngineKey(NamedTuple):
         return hash_values(self._asdict())
 
 
-class Plan(NamedTuple):
+class BuildPlan(NamedTuple):
     """What is known before any model is loaded."""
 
     models: tuple[ModelSource, ...]  # the checkpoint of each role, target first
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
     untried: str | None  # why no forms of a draft are tried that was to have the best; None if they are
 
 
-def make_plan(recipe: BuildRecipe) -> Plan:
+def make_plan(recipe: BuildRecipe) -> BuildPlan:
     """Find the checkpoints of a recipe, and settle what it leaves open."""
     architectures = find_backend(recipe.backend).architectures(recipe.sm)  # before anything is fetched
     models = _find_models(recipe)
@@ -111,7 +111,7 @@ def make_plan(recipe: BuildRecipe) -> Plan:
         "names": {model.role: model.name for model in models},
         "sources": hash_sources(BUNDLE_ROOT),
     }
-    return Plan(tuple(models), parts, keys, hash_values(decided), settings, tools, reductions, untried)
+    return BuildPlan(tuple(models), parts, keys, hash_values(decided), settings, tools, reductions, untried)
 
 
 def _reductions(
@@ -163,14 +163,14 @@ def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | Non
     )
 
 
-def check_tokenizer_files(plan: Plan) -> None:
+def check_tokenizer_files(plan: BuildPlan) -> None:
     """Compare vocabularies before the long work where both are plain files; they are compared again once loaded."""
     paths = [Path(model.source).expanduser() / TOKENIZER_NAME for model in plan.models]
     if "draft" in plan.parts and all(path.is_file() for path in paths):
         check_shared(*(Side(path.parent.name, path.read_bytes()) for path in paths))
 
 
-def check_draft_sizes(plan: Plan) -> None:
+def check_draft_sizes(plan: BuildPlan) -> None:
     """Compare what is to stay of the draft with what there is, before the long work where its config is a plain file.
 
     Where it is not, or has other names, the loaded model says it.

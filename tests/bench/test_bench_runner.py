@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specexport.bench.methods import EngineKey, Method, ablation, lookaheads, make_cells, resolve_methods
+from specexport.bench.methods import LoadKey, Method, ablation, lookaheads, make_cells, resolve_methods
 from specexport.bench.options import parse_lengths
 from specexport.bench.prompts import BenchPrompt, by_domain, mix_domains, read_prompts
 from specexport.bench.runner import WARMUP_TOKENS, Meter, draw_lengths, run_bench
@@ -114,7 +114,7 @@ def test_records_say_what_happened():
 def test_one_engine_is_alive_and_repeats_go_back_and_forth():
     log = []
     run_bench(make_subject(log), PROMPTS, make_options(methods("lookup", "vanilla"), batch_sizes=(2,), repeats=3))
-    both, none = EngineKey(True, True, 2), EngineKey(False, False, 2)
+    both, none = LoadKey(True, True, 2), LoadKey(False, False, 2)
     assert [event[:2] for event in log if event[0] != "generate"] == [
         ("load", both), ("close", both), ("load", none), ("close", none), ("load", both), ("close", both),
         ("load", none), ("close", none),
