@@ -110,6 +110,7 @@ class Engine:
         self.inputs = {value.name for value in self.session.get_inputs()}
         self.flat_caches = len(next(x.shape for x in self.session.get_inputs() if x.name == "k_cache.0")) == 4
         kind = next(value.type for value in self.session.get_inputs() if value.name == "k_cache.0")
+        self.cache_dtype: Any
         fill, self.cache_dtype = (poison, np.float32) if kind == "tensor(float)" else (INT8_POISON, np.int8)
         self.caches = {
             spec.name.format(i=i): np.full((num_rows, 1, layer.kv_heads, capacity, dim), fill, self.cache_dtype)
@@ -135,7 +136,8 @@ class Engine:
             io.bind_output(name.replace("_cache.", "_cache_out."), *bound)
         io.bind_output("logits", "cpu")
         self.session.run_with_iobinding(io)
-        return io.get_outputs()[-1].numpy()
+        logits: np.ndarray = io.get_outputs()[-1].numpy()
+        return logits
 
 
 def resident_pages(executor: Any, layer: int, row: int = 0) -> int:
