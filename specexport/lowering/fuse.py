@@ -61,7 +61,7 @@ class _Side(NamedTuple):
 
 def fuse_rotary(
     ir_model: "ir.Model",
-    rows: int | None = None,
+    rows: int,
     limit: int | None = None,
     takes: "Callable[[ir.Node, Rotation], bool] | None" = None,
 ) -> int:
@@ -71,13 +71,11 @@ def fuse_rotary(
     the graph on random vectors. Positions are then the operator's own count of cache entries, which is what they are in
     an unpadded KV cache. All tables together may take 2 MiB or a 25th of the weights, whichever is more; otherwise
     nothing is changed, as the gain does not grow with the model. ``rows`` are those of the tables, from
-    ``rotary_rows``; None changes nothing. ``limit`` is the number of positions that the model supports, None for no
+    ``rotary_rows``. ``limit`` is the number of positions that the model supports, None for no
     limit; rows beyond are never read. ``takes`` says whether a backend's kernel takes a rotation; None: all.
     """
     import onnx_ir as ir
 
-    if rows is None:
-        return 0
     found = [each for each in _find_rotations(ir_model, rows, limit) if takes is None or takes(each[0], each[2])]
     sizes = {id(rotation): rotation.cos.nbytes + rotation.sin.nbytes for _, _, rotation in found}
     weights = sum(value.const_value.nbytes for value in ir_model.graph.initializers.values() if value.const_value)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import onnx_ir as ir
 
 from specexport.ops.spec import DIM_NAMES
-from specexport.passes.base import AS_STORED, CountingPass, attention_nodes, recurrence_nodes
+from specexport.passes.base import AS_STORED, attention_nodes, recurrence_nodes
 from specexport_runtime import abi
 from specexport_runtime.abi import (
     CACHE_INPUTS,
@@ -21,7 +21,6 @@ from specexport_runtime.abi import (
     TOKEN_FEATURES,
     TensorSpec,
 )
-from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.executors.ort_gates import LAYER_ON
 from specexport_runtime.executors.paged import ATTENTION_METADATA, BLOCK_TABLE
 
@@ -33,46 +32,35 @@ _PICK = {"GatherElements", "GatherND"}  # embeddings are read by Gather
 _REARRANGE = {"Expand", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
 
 
-class ContractCheckPass(CountingPass):
-    """Inputs, outputs, dtypes, shapes, and attention nodes and recurrences, each between its own caches or states."""
+def contract_problems(model: ir.Model, *, cast_to_come: bool = False) -> list[str]:
+    """Everything that is wrong with a graph between passes, one phrase each; empty if nothing is.
 
-    name = "contract-check"
-    reason = "a pass that breaks the graph is named at once, not found in a wrong answer later"
-
-    def rewrite(self, model: ir.Model) -> int:
-        """Raise CheckFailedError if the contract does not hold; always 0 changes."""
-        problems = self.problems(model)
-        if problems:
-            raise CheckFailedError(f"the graph breaks its contract: {'; '.join(problems[:5])}.")
-        return 0
-
-    @staticmethod
-    def problems(model: ir.Model, *, cast_to_come: bool = False) -> list[str]:
-        """Everything that is wrong, one phrase each; empty if nothing is."""
-        layers, own = _count_layers(model)
-        expected_inputs = list(STEP_INPUTS) + [_numbered(spec, i) for i in range(layers) for spec in CACHE_INPUTS]
-        logits = LOGITS._replace(dtype=_logits_dtype(model)) if cast_to_come else LOGITS
-        expected_outputs = [logits] + [_numbered(spec, i) for i in range(own) for spec in OUTPUTS if spec != LOGITS]
-        recurrences = list(recurrence_nodes(model))
-        if recurrences:
-            expected_inputs.append(STATE_STEPS)
-        for i, node in enumerate(recurrences):
-            rank = len(node.outputs[1].shape or ()) - 2  # sizes of its state
-            expected_inputs += [_state(spec, i, rank) for spec in STATE_INPUTS]
-            expected_outputs += [_state(spec, i, rank) for spec in STATE_OUTPUTS]
-        given = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
-        if TOKEN_FEATURES.name in given or NEXT_FEATURES.name in given:  # a draft head has both
-            expected_inputs.append(TOKEN_FEATURES)
-            expected_outputs.append(NEXT_FEATURES)
-        elif FEATURES.name in given:
-            expected_outputs.append(FEATURES)
-        return [
-            *_compare("input", expected_inputs, model.graph.inputs),
-            *_compare("output", expected_outputs, model.graph.outputs),
-            *_check_attention(model),
-            *_check_recurrences(recurrences),
-            *_check_weights(model),
-        ]
+    Inputs, outputs, dtypes, shapes, and attention nodes and recurrences, each between its own caches or states.
+    """
+    layers, own = _count_layers(model)
+    expected_inputs = list(STEP_INPUTS) + [_numbered(spec, i) for i in range(layers) for spec in CACHE_INPUTS]
+    logits = LOGITS._replace(dtype=_logits_dtype(model)) if cast_to_come else LOGITS
+    expected_outputs = [logits] + [_numbered(spec, i) for i in range(own) for spec in OUTPUTS if spec != LOGITS]
+    recurrences = list(recurrence_nodes(model))
+    if recurrences:
+        expected_inputs.append(STATE_STEPS)
+    for i, node in enumerate(recurrences):
+        rank = len(node.outputs[1].shape or ()) - 2  # sizes of its state
+        expected_inputs += [_state(spec, i, rank) for spec in STATE_INPUTS]
+        expected_outputs += [_state(spec, i, rank) for spec in STATE_OUTPUTS]
+    given = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
+    if TOKEN_FEATURES.name in given or NEXT_FEATURES.name in given:  # a draft head has both
+        expected_inputs.append(TOKEN_FEATURES)
+        expected_outputs.append(NEXT_FEATURES)
+    elif FEATURES.name in given:
+        expected_outputs.append(FEATURES)
+    return [
+        *_compare("input", expected_inputs, model.graph.inputs),
+        *_compare("output", expected_outputs, model.graph.outputs),
+        *_check_attention(model),
+        *_check_recurrences(recurrences),
+        *_check_weights(model),
+    ]
 
 
 def lowered_problems(model: ir.Model) -> list[str]:

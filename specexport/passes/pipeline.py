@@ -19,7 +19,7 @@ from specexport.passes.clean_up import (
     WeightDeduplicatePass,
     WeightRemovePass,
 )
-from specexport.passes.contract_check import ContractCheckPass, lowered_problems
+from specexport.passes.contract_check import contract_problems, lowered_problems
 from specexport.passes.lm_head_cut import LmHeadCutPass
 from specexport.passes.logit_row_select import LogitRowSelectPass
 from specexport.passes.precision_cast import PrecisionCastPass
@@ -124,7 +124,7 @@ def run_lowering(ir_model: ir.Model, passes: Sequence[CountingPass]) -> dict[str
 
 
 def _check(ir_model: ir.Model, after: str, *, cast_to_come: bool) -> None:
-    _refuse(ContractCheckPass.problems(ir_model, cast_to_come=cast_to_come), after)
+    _refuse(contract_problems(ir_model, cast_to_come=cast_to_come), after)
 
 
 def _refuse(problems: Sequence[str], after: str) -> None:
