@@ -89,7 +89,7 @@ def make_plan(recipe: BuildRecipe) -> BuildPlan:
             measured_on=built_in if is_measured(part) else "",
             rope_len=part.max_model_len if model.turns_by_length else 0,
             adapters=tuple(adapter.sha256 for adapter in model.adapters),
-            chooses_adapters=part.chooses_adapters,
+            chooses_adapters=part.chooses_adapters and bool(model.adapters),
         )
         if "head" in parts:  # a head may have its embedding from its target
             other = models[0] if part.role == "head" else models[-1]
