@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import lazy_weight, part_of
-from specexport.passes.base import CountingPass, constant_of, sizes_of
+from specexport.passes.base import CountingPass, constant_of, fold_into, sizes_of
 
 _LARGE = 1024  # elements
 _MAX_ROUNDS = 6  # a simplified reshape can make another shape constant
@@ -176,19 +176,13 @@ class SelectFoldPass(CountingPass):
             chosen = [_entry(node, weight) for node in readers]
             if not readers or tensor is None or len(tensor.shape) != 3 or None in chosen:
                 continue
+            count, *shape = sizes_of(tensor)
             for node, entry in zip(readers, chosen, strict=True):
-                self._fold(model, node, tensor, int(entry or 0))
-            del model.graph.initializers[str(weight.name)]
+                number = int(entry or 0) % count
+                part, name = partial(_part, tensor, number), f"{tensor.name}.{number}"
+                fold_into(model, weight, [node], lazy_weight(model.graph, name, tensor.dtype, shape, part=part))
             folded += len(readers)
         return folded
-
-    @staticmethod
-    def _fold(model: ir.Model, node: ir.Node, tensor: ir.TensorProtocol, entry: int) -> None:
-        count, *shape = sizes_of(tensor)
-        part = partial(_part, tensor, entry % count)
-        value = lazy_weight(model.graph, f"{tensor.name}.{entry % count}", tensor.dtype, shape, part=part)
-        ir.convenience.replace_all_uses_with(node.outputs[0], value)
-        model.graph.remove(node, safe=True)
 
 
 def _entry(node: ir.Node, weight: ir.Value) -> int | None:

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, lazy_weight, part_of
-from specexport.passes.base import CountingPass, constant_of, sizes_of
+from specexport.passes.base import CountingPass, constant_of, fold_into, sizes_of
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import CheckFailedError, RecipeError
 
@@ -48,10 +48,7 @@ class PrecisionCastPass(CountingPass):
                 continue
             part = partial(_part, tensor, self.dtype)
             value = lazy_weight(model.graph, f"{weight.name}.cast", self.dtype, sizes_of(tensor), part=part)
-            for node in readers:
-                ir.convenience.replace_all_uses_with(node.outputs[0], value)
-                model.graph.remove(node, safe=True)
-            del model.graph.initializers[str(weight.name)]
+            fold_into(model, weight, readers, value)
             converted += len(readers)
         return converted
 

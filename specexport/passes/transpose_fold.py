@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import lazy_weight, part_of
-from specexport.passes.base import CountingPass, constant_of, sizes_of
+from specexport.passes.base import CountingPass, constant_of, fold_into, sizes_of
 
 FOLDED = ".transposed"
 """What is added to the name of a weight that was transposed."""
@@ -47,11 +47,7 @@ class TransposeFoldPass(CountingPass):
         shape = [sizes[axis] for axis in perm]
         part = partial(_part, tensor, perm)
         value = lazy_weight(model.graph, f"{weight.name}{FOLDED}", tensor.dtype, shape, part=part)
-        for node in readers:
-            ir.convenience.replace_all_uses_with(node.outputs[0], value)
-            model.graph.remove(node, safe=True)
-        if not weight.uses():
-            del model.graph.initializers[str(weight.name)]
+        fold_into(model, weight, readers, value)
 
 
 def _has_perm(node: ir.Node) -> bool:
