@@ -40,9 +40,9 @@ class OrtCuda(Backend):
         with job.clock.stage("lower", job.role, self.name):
             blocks = find_residual_blocks(ir_model) if job.recipe.self_draft and job.role == "target" else None
             rotary = [rotary_pass(job.max_model_len, job.max_positions, takes_turns)] if fuse else []
-            gates = gate_passes(blocks, fuse=fuse, separate=True)
-            done = run_lowering(ir_model, [*rotary, *operator_passes(), *gates])
-            inputs = step_inputs(ir_model)
+            done = run_lowering(ir_model, [*rotary, *operator_passes()])
+            inputs = step_inputs(ir_model)  # the executor binds gates apart from them
+            done |= run_lowering(ir_model, gate_passes(blocks, fuse=fuse, separate=True))
             check_kernels(ir_model)
         with job.clock.stage("build", job.role):
             path = write_onnx(ir_model, job.folder)
