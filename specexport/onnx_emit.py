@@ -165,7 +165,7 @@ def lazy_tensor(
     name: str,
     dtype: "ir.DataType | str",
     shape: Sequence[int],
-    make: Callable[[], np.ndarray],
+    make: Callable[[], np.ndarray] | None = None,
     part: PartOf | None = None,
 ) -> "ir.LazyTensor":
     """A tensor whose data is made when it is asked for, and again if it is asked for again.
@@ -174,13 +174,20 @@ def lazy_tensor(
         name: of the tensor.
         dtype: of it, or its name.
         shape: of it.
-        make: gives the data.
+        make: gives the data; None where ``part`` does.
         part: gives a part of the data; None cuts it from all of it.
     """
     import onnx_ir as ir
 
     kind = ir.DataType[dtype] if isinstance(dtype, str) else dtype
-    lazy = ir.LazyTensor(lambda: ir.Tensor(make(), dtype=kind), dtype=kind, shape=ir.Shape(shape), name=name)
+
+    def whole() -> Any:
+        if make is not None:
+            return ir.Tensor(make(), dtype=kind)
+        assert part is not None  # noqa: S101 - one of them is given
+        return ir.Tensor(np.ascontiguousarray(part(0, 0, shape[0])), dtype=kind)
+
+    lazy = ir.LazyTensor(whole, dtype=kind, shape=ir.Shape(shape), name=name)
     if part is not None:
         lazy.meta[_PART] = part
     return lazy
@@ -233,7 +240,7 @@ def lazy_weight(
     name: str,
     dtype: "ir.DataType",
     shape: Sequence[int],
-    make: Callable[[], np.ndarray],
+    make: Callable[[], np.ndarray] | None = None,
     part: PartOf | None = None,
 ) -> "ir.Value":
     """The initializer ``name``, made if there is none yet, whose data is made when the engine is written.
@@ -244,7 +251,7 @@ def lazy_weight(
         dtype: of the weight.
         shape: of the weight.
         make: gives the data; called again if it is asked for again, so that no second copy of a model is held.
-        part: gives a part of the data, see :func:`part_of`.
+        part: gives a part of the data, see :func:`lazy_tensor`.
 
     Raises:
         ValueError: there is one with another dtype or shape.

@@ -1,18 +1,20 @@
 """What to build: a frozen recipe from flags or a TOML file, every value checked before any work starts.
 
-``"auto"`` stands for a value that depends on the models; :func:`resolve_recipe` replaces it once they are known. This
-module imports no torch, so that a bad flag is reported at once.
+A :class:`BuildRecipe` is what was asked for, in which None and ``"auto"`` leave a choice to the build.
+:func:`resolve_parts` makes these choices, once, for all that is known before a model is loaded. This module imports no
+torch, so that a bad flag is reported at once.
 """
 
+import math
 import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from specexport.backends.base import ANY_ARCHITECTURE, AUTO_MODEL_LEN
+from specexport.backends.base import ANY_ARCHITECTURE, AUTO_MODEL_LEN, PartRecipe
 from specexport.backends.registry import BACKENDS, DEFAULT_BACKEND, find_backend
 from specexport_runtime.bundle.entry import MAX_ADAPTERS, MAX_LOOKAHEAD, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_TOKENS
 from specexport_runtime.bundle.quant_kinds import INT8, KEPT, KINDS, either, kinds_of
@@ -38,10 +40,17 @@ _SM = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)", re.IGNORECASE)
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _ALIASES = {"num_speculative_tokens": "lookahead"}
 _DTYPE_ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
-_TEXT_KEYS = (
-    "draft", "head", "revision", "draft_revision", "head_revision", "quantize", "draft_quantize", "draft_vocab_texts",
-    "kv_cache_dtype",
-)  # fmt: skip
+_TYPES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("name", "backend", "dtype", "lowering", "lora_mode"), (str, "text")),
+    **dict.fromkeys(("draft", "head", "revision", "draft_revision", "head_revision"), (str, "text", None)),
+    **dict.fromkeys(("quantize", "draft_quantize", "draft_vocab_texts", "kv_cache_dtype"), (str, "text", None)),
+    **dict.fromkeys(("trust_remote_code", "quantize_lm_head", "fuse", "self_draft"), (bool, "true or false")),
+    **dict.fromkeys(("lookahead", "max_num_seqs", "max_num_tokens", "draft_layers"), (int, "a whole number", None)),
+    "draft_vocab_size": (int, "a whole number", None, AUTO, ALL),
+    "gpu_memory_gb": ((float, int), "a number", None),
+    "max_model_len": (int, 'a whole number or "auto"', "auto"),
+}
+"""Of each field: its type, that in words, and what else it may be."""
 MTP = "mtp"
 """What is given in the place of a draft head for the MTP module in the target's own checkpoint."""
 _PATH_KEYS = ("target", "draft", "head", "output", "draft_vocab_texts")
@@ -78,7 +87,7 @@ class BuildRecipe:
         gpu_memory_gb: TensorRT: refuse engines and caches that a GPU of this memory (GB) cannot hold.
         quantize: weights of the target's linear layers: ``"int8"`` (ort-cpu), ``"int4"`` (TensorRT too), ``"keep"``
             (ort-cpu: those of a quantized checkpoint as they are) or ``"none"`` (float). None keeps them where that can
-            be done, and else is ``"none"``; :func:`settle_quantization` decides it.
+            be done, and else is ``"none"``.
         draft_quantize: the same for the draft, or for the draft head. ``"auto"`` tries several on what the target
             writes (ort-cpu); elsewhere, and of a draft head, it is None, which gives a head of a quantized target int8.
         draft_layers: N, the layers that the draft keeps: those that change most; None keeps all.
@@ -106,7 +115,7 @@ class BuildRecipe:
     name: str = ""
     backend: str = DEFAULT_BACKEND
     dtype: str = "auto"
-    lookahead: int = None  # type: ignore[assignment]  # None until the recipe is made
+    lookahead: int | None = None
     max_model_len: int | Auto = "auto"
     revision: str | None = None
     draft_revision: str | None = None
@@ -132,8 +141,6 @@ class BuildRecipe:
 
     def __post_init__(self) -> None:
         self._check_types()
-        if self.lookahead is None:
-            object.__setattr__(self, "lookahead", find_backend(self.backend).default_lookahead)
         self._check_revisions()
         if isinstance(self.check, bool):
             object.__setattr__(self, "check", SHORT if self.check else NO_CHECK)
@@ -153,7 +160,7 @@ class BuildRecipe:
                 f"dtype {self.dtype!r} cannot be built for backend {self.backend}.",
                 f"use one of: auto, {', '.join(dtypes)}.",
             )
-        if not 1 <= self.lookahead <= MAX_LOOKAHEAD:
+        if self.lookahead is not None and not 1 <= self.lookahead <= MAX_LOOKAHEAD:
             raise RecipeError(
                 f"lookahead (K) is {self.lookahead}, outside 1 to {MAX_LOOKAHEAD}.",
                 "give the most draft tokens a round, for example `--lookahead 8`; to decode without a draft, "
@@ -169,10 +176,6 @@ class BuildRecipe:
         self._check_draft_reductions()
         self._check_backend_options()
         self._check_adapters()
-
-    def quantization_of(self, role: str) -> str | None:
-        """How the weights of the model in ``role`` are quantized; None if they are not."""
-        return self.quantize if role == "target" else self.draft_quantize
 
     @property
     def chooses_adapters(self) -> bool:
@@ -303,23 +306,9 @@ class BuildRecipe:
         for key in ("target", "output"):
             if not isinstance(getattr(self, key), str) or not getattr(self, key):
                 raise RecipeError(f"{key} is missing.", _HOW_TO_GIVE[key])
-        for key in ("name", "backend", "dtype", "lowering", "lora_mode"):
-            _require_type(key, getattr(self, key), str, "text")
-        for key in _TEXT_KEYS:
-            if getattr(self, key) is not None:
-                _require_type(key, getattr(self, key), str, "text")
-        for key in ("trust_remote_code", "quantize_lm_head", "fuse", "self_draft"):
-            _require_type(key, getattr(self, key), bool, "true or false")
-        if self.lookahead is not None:
-            _require_type("lookahead", self.lookahead, int, "a whole number")
-        for key in ("max_num_seqs", "max_num_tokens", "draft_layers", "draft_vocab_size"):
-            words = (None, AUTO, ALL) if key == "draft_vocab_size" else (None,)
+        for key, (kind, meaning, *words) in _TYPES.items():
             if getattr(self, key) not in words:
-                _require_type(key, getattr(self, key), int, "a whole number")
-        if self.gpu_memory_gb is not None and not isinstance(self.gpu_memory_gb, int):
-            _require_type("gpu_memory_gb", self.gpu_memory_gb, float, "a number")
-        if self.max_model_len != "auto":
-            _require_type("max_model_len", self.max_model_len, int, 'a whole number or "auto"')
+                _require_type(key, getattr(self, key), kind, meaning)
 
     def _check_revisions(self) -> None:
         if self.draft is None and self.draft_revision is not None:
@@ -350,38 +339,93 @@ class BuildRecipe:
         return data
 
 
-def settle_quantization(recipe: BuildRecipe, *, quantized: Mapping[str, bool]) -> BuildRecipe:
-    """The recipe with what its quantizations mean for these checkpoints: None is float from here on, ``"auto"`` stays.
+def resolve_parts(
+    recipe: BuildRecipe, quantized: Mapping[str, bool], architectures: tuple[str, ...] = ()
+) -> dict[str, PartRecipe]:
+    """What each part of a bundle is built as: the one place where what a recipe leaves open is decided.
 
     Args:
         recipe: as it was given.
-        quantized: of each role, whether its checkpoint may hold quantized weights.
+        quantized: of each part, by its role and the target first, whether its checkpoint may hold quantized weights.
+        architectures: of the GPUs to build for, see ``Backend.architectures``.
 
     Raises:
         RecipeError: weights are to be kept that are not quantized.
     """
-    for role, key in (("target", "quantize"), ("draft", "draft_quantize")):
-        value = recipe.quantization_of(role)
-        if value == AUTO:
-            continue
-        if value == KEEP and not quantized.get(role, False):
+    backend = find_backend(recipe.backend)
+    dtype = backend.dtypes[0] if recipe.dtype == "auto" else recipe.dtype
+    model_dtype = backend.computes or dtype
+    common: dict[str, Any] = {
+        **{name: getattr(recipe, name) for name in _AS_ASKED},
+        "dtype": dtype,
+        "model_dtype": model_dtype,
+        "kv_cache_dtype": recipe.kv_cache_dtype or model_dtype,
+        "lookahead": recipe.lookahead or backend.default_lookahead,
+        "max_num_seqs": recipe.max_num_seqs or backend.default_max_num_seqs,
+        "max_num_tokens": recipe.max_num_tokens or 0,
+        "sm": architectures,
+        "gpu_memory_gb": recipe.gpu_memory_gb or math.inf,
+    }
+    parts: dict[str, PartRecipe] = {}
+    for role, holds in quantized.items():
+        asked = recipe.quantize if role == "target" else recipe.draft_quantize
+        kind = FLOAT if asked in (None, AUTO) else str(asked)
+        if kind == KEEP and not holds:
             raise RecipeError(
-                f"{key} is {KEEP!r}, and the {role}'s checkpoint holds float weights.",
+                f"{'quantize' if role == 'target' else 'draft_quantize'} is {KEEP!r}, and the {role}'s checkpoint "
+                "holds float weights.",
                 f"use {either()}, or leave it out.",
             )
-        if value is None and quantized.get(role, False) and KEEP in kinds_of(recipe.backend):
-            value = KEEP
-        recipe = with_quantization(recipe, role, None if value == FLOAT else value)
-        if role == "target" and recipe.head is not None and recipe.draft_quantize is None:
+        if role == "head" and asked is None and parts["target"].quantize != FLOAT:
             # Fast without flags: what is quantized for speed is drafted for in the same way.
-            fast = INT8.name if recipe.backend in INT8.backends else FLOAT
-            recipe = replace(recipe, draft_quantize=fast if recipe.quantize else FLOAT)
-    return recipe
+            kind = INT8.name if recipe.backend in INT8.backends else FLOAT
+        elif role != "head" and asked in (None, AUTO) and holds and KEEP in kinds_of(recipe.backend):
+            kind = KEEP
+        parts[role] = PartRecipe(role=role, quantize=kind, **common)
+    return parts
 
 
-def with_quantization(recipe: BuildRecipe, role: str, value: str | None) -> BuildRecipe:
-    """The recipe with another quantization of one role."""
-    return replace(recipe, quantize=value) if role == "target" else replace(recipe, draft_quantize=value)
+_AS_ASKED = (
+    "backend", "max_model_len", "lowering", "quantize_lm_head", "fuse", "self_draft", "check", "trust_remote_code",
+    "chooses_adapters",
+)  # fmt: skip
+"""What a part has as it was asked for."""
+
+
+def settled(recipe: BuildRecipe, parts: Mapping[str, PartRecipe], **found: Any) -> dict[str, Any]:
+    """The recipe as hashes and manifests have it: with what its parts came to, and what else was ``found``."""
+    target, *drafts = parts.values()
+    kinds = [None if part.quantize == FLOAT else part.quantize for part in (target, *drafts)]
+    return {
+        **recipe.settings(),
+        **dict(zip(("quantize", "draft_quantize"), kinds, strict=False)),
+        "dtype": target.dtype,
+        "lookahead": target.lookahead,
+        "max_num_seqs": target.max_num_seqs or None,
+        "sm": list(target.sm),
+        **found,
+    }
+
+
+def model_len(asked: int | Auto, limits: Iterable[int | None]) -> int:
+    """Most tokens of a sequence.
+
+    Args:
+        asked: ``max_model_len``; ``"auto"`` takes the smallest limit, at most 4096.
+        limits: positions that models support; None for one without a limit.
+
+    Raises:
+        RecipeError: it is larger than a limit.
+    """
+    known = [limit for limit in limits if limit is not None]
+    if asked == "auto":
+        return min([AUTO_MODEL_LEN, *known])
+    if known and asked > min(known):
+        raise RecipeError(
+            f"max_model_len is {asked}, but a model supports only {min(known)} positions.",
+            f"give at most {min(known)}, or auto.",
+        )
+    return asked
 
 
 _HOW_TO_GIVE = {
@@ -390,7 +434,7 @@ _HOW_TO_GIVE = {
 }
 
 
-def _require_type(key: str, value: object, kind: type, meaning: str) -> None:
+def _require_type(key: str, value: object, kind: Any, meaning: str) -> None:
     # bool is an int for Python, but `lookahead = true` is a mistake.
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise RecipeError(f"{key} is {value!r}, not {meaning}.", f"give {key} as {meaning}.")
@@ -477,51 +521,6 @@ def make_recipe(flags: Mapping[str, Any], recipe_file: Path | None = None) -> Bu
     values.setdefault("target", "")
     values.setdefault("output", "")
     return BuildRecipe(**normalize_keys(values, where="the recipe"))
-
-
-def resolve_dtype(recipe: BuildRecipe) -> str:
-    """The dtype to build; ``"auto"`` is the backend's first."""
-    return find_backend(recipe.backend).dtypes[0] if recipe.dtype == "auto" else recipe.dtype
-
-
-def model_dtype(recipe: BuildRecipe) -> str:
-    """The dtype of activations and KV caches; of weights too, unless :func:`rounding` says otherwise."""
-    return find_backend(recipe.backend).computes or resolve_dtype(recipe)
-
-
-def rounding(recipe: BuildRecipe, role: str) -> str | None:
-    """The dtype that the float weights of a model are rounded to, where it computes in another; None for exact ones."""
-    dtype = resolve_dtype(recipe)
-    return dtype if dtype != model_dtype(recipe) and recipe.quantization_of(role) is None else None
-
-
-def resolve_recipe(recipe: BuildRecipe, max_positions: Iterable[int | None]) -> BuildRecipe:
-    """The recipe with every ``"auto"`` replaced.
-
-    Args:
-        recipe: what was asked for.
-        max_positions: positions that each model of the bundle supports; None for a model without a limit.
-
-    Returns:
-        A recipe whose dtype and max_model_len are concrete: the smallest of the models' limits, at most 4096.
-
-    Raises:
-        RecipeError: max_model_len is larger than a model supports.
-    """
-    limits = [limit for limit in max_positions if limit is not None]
-    concrete: dict[str, Any] = {
-        "dtype": resolve_dtype(recipe),
-        "name": recipe.bundle_name,
-        **find_backend(recipe.backend).defaults(recipe),
-    }
-    if recipe.max_model_len == "auto":
-        return replace(recipe, **concrete, max_model_len=min([AUTO_MODEL_LEN, *limits]))
-    if limits and recipe.max_model_len > min(limits):
-        raise RecipeError(
-            f"max_model_len is {recipe.max_model_len}, but a model supports only {min(limits)} positions.",
-            f"give at most {min(limits)}, or auto.",
-        )
-    return replace(recipe, **concrete)
 
 
 def normalize_architectures(values: object) -> tuple[str, ...]:

@@ -52,9 +52,9 @@ def open_gated(model: Any, folder: Path, rows: int) -> OrtExecutor:
     from specexport.backends.ort import write_onnx
     from specexport.lowering.common import step_inputs
     from specexport.lowering.layer_gate import gate_layers
-    from specexport.lowering.ort_cpu import lower_ort_cpu
     from specexport.passes.pipeline import default_passes, run_passes
     from specexport.passes.residual_blocks import find_residual_blocks
+    from tests.support.references.lowered import lower_ort_cpu
 
     traced = trace_of(model)
     run_passes(traced.ir_model, default_passes("float32", own_operators=True))

@@ -5,8 +5,9 @@ each registry: ``backends/registry.py`` here, ``executors/open.py`` there. Nothi
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from specexport.progress import StageClock
 from specexport_runtime.abi import LayerGeometry, StateGeometry
@@ -32,40 +33,75 @@ row's logits are of all tokens that it ends in; its attention reads the target's
 each place by the tokens drafted in front of it."""
 
 
-class RecipeFields(Protocol):
-    """What a backend may know of a ``BuildRecipe``; see there."""
+@dataclass(frozen=True)
+class PartRecipe:
+    """A recipe for one part of a bundle, in which nothing is left open; ``recipe.resolve_parts`` makes it.
+
+    Attributes:
+        role: ``"target"``, ``"draft"`` or ``"head"``.
+        backend: what runs the part.
+        dtype: of weights that stay float.
+        model_dtype: of activations, and of KV caches that have no dtype of their own.
+        quantize: kind of quantization, ``"keep"``, or ``"none"`` for float weights. Of a draft whose form is tried, the
+            simplest one; :attr:`BuildJob.quantize` says what an engine really has.
+        quantize_lm_head: quantization takes the LM head too.
+        kv_cache_dtype: what KV caches hold.
+        max_model_len: most tokens of a sequence; ``"auto"`` is what the model has, see :attr:`BuildJob.max_model_len`.
+        lookahead: K.
+        max_num_seqs: most sequences at a time; 0 where whoever loads the bundle decides.
+        max_num_tokens: most tokens of a step; 0 where the one who loads decides, or TensorRT's masks.
+        sm: GPU architectures.
+        lowering: form of attention, or ``"auto"``.
+        gpu_memory_gb: what the engines must fit into; infinite where nothing is said.
+        fuse: pack and fuse operators.
+        self_draft: the layers can be switched off.
+        check: how engines are compared with eager transformers.
+        trust_remote_code: the hub's Python code may run.
+        chooses_adapters: requests choose between adapters.
+    """
+
+    role: str
+    backend: str
+    dtype: str
+    model_dtype: str
+    quantize: str
+    quantize_lm_head: bool
+    kv_cache_dtype: str
+    max_model_len: int | Literal["auto"]
+    lookahead: int
+    max_num_seqs: int
+    max_num_tokens: int
+    sm: tuple[str, ...]
+    lowering: str
+    gpu_memory_gb: float
+    fuse: bool
+    self_draft: bool
+    check: str
+    trust_remote_code: bool
+    chooses_adapters: bool
 
     @property
-    def backend(self) -> str: ...  # noqa: D102
+    def small_caches(self) -> bool:
+        """Whether KV caches hold less than the model computes."""
+        return self.kv_cache_dtype != self.model_dtype
+
     @property
-    def dtype(self) -> str: ...  # noqa: D102
-    @property
-    def sm(self) -> tuple[str, ...]: ...  # noqa: D102
-    @property
-    def lowering(self) -> str: ...  # noqa: D102
-    @property
-    def lookahead(self) -> int: ...  # noqa: D102
-    @property
-    def max_model_len(self) -> int | Literal["auto"]: ...  # noqa: D102
-    @property
-    def max_num_seqs(self) -> int | None: ...  # noqa: D102
-    @property
-    def max_num_tokens(self) -> int | None: ...  # noqa: D102
-    @property
-    def gpu_memory_gb(self) -> float | None: ...  # noqa: D102
-    @property
-    def fuse(self) -> bool: ...  # noqa: D102
-    @property
-    def self_draft(self) -> bool: ...  # noqa: D102
-    def quantization_of(self, role: str) -> str | None: ...  # noqa: D102
+    def rotary_len(self) -> int:
+        """Positions that the tables of fused rotary embeddings have at least."""
+        return max(AUTO_MODEL_LEN, 0 if self.max_model_len == "auto" else self.max_model_len)
+
+    def rounding(self, quantize: str | None) -> str | None:
+        """The dtype that float weights are rounded to, where a model computes in another; None for exact ones."""
+        return self.dtype if self.dtype != self.model_dtype and quantize is None else None
 
 
 class BuildJob(NamedTuple):
     """One model that is to become engines.
 
     Attributes:
-        recipe: resolved.
-        role: ``"target"`` or ``"draft"``.
+        recipe: of this part.
+        quantize: how this form of it is quantized; None if it is not.
+        max_model_len: most tokens of a sequence.
         layers: cache sizes of each attention layer.
         num_parameters: parameters, tied ones counted once.
         max_positions: positions the model supports; None if it has no limit.
@@ -79,8 +115,9 @@ class BuildJob(NamedTuple):
         adapters: what requests may choose to have added to the layers that the passes have marked.
     """
 
-    recipe: RecipeFields
-    role: str
+    recipe: PartRecipe
+    quantize: str | None
+    max_model_len: int
     layers: tuple[LayerGeometry, ...]
     num_parameters: int
     max_positions: int | None
@@ -92,6 +129,11 @@ class BuildJob(NamedTuple):
     head_steps: HeadSteps | None = None
     states: tuple[StateGeometry, ...] = ()
     adapters: "Sequence[Adapter]" = ()
+
+    @property
+    def role(self) -> str:
+        """What the model is in the bundle."""
+        return self.recipe.role
 
 
 class Backend:
@@ -107,6 +149,7 @@ class Backend:
         lowerings: forms of attention that may be asked for in the place of its own.
         options: recipe fields that are this backend's own; for another they are refused.
         default_lookahead: K where a recipe gives none.
+        default_max_num_seqs: most sequences at a time, where engines fix that and a recipe gives none.
         limits: ranges of the limits that engines fix when they are built; other limits are defaults for loading.
         own_operators: linear layers are operators of our own for CPUs, whatever their weights are.
         packs_linear: linear layers that share their input are packed into one.
@@ -118,8 +161,7 @@ class Backend:
             targets that give features to them.
         fixed_sizes: no size in a graph may depend on a value, because steps are recorded as CUDA graphs.
         needs_gpu: engines are built only where the GPU is that they are for.
-        key_fields: recipe fields that decide an engine, besides those that decide every backend's.
-        draft_differs: a draft's engine is built otherwise than a target's.
+        key_fields: fields of :class:`PartRecipe` that decide an engine, besides those that decide every backend's.
     """
 
     name: str
@@ -130,6 +172,7 @@ class Backend:
     lowerings: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     default_lookahead: int = 8
+    default_max_num_seqs: int = 0
     limits: Mapping[str, tuple[int, int]] = {}
     own_operators: bool = False
     packs_linear: bool = False
@@ -140,32 +183,21 @@ class Backend:
     fixed_sizes: bool = False
     needs_gpu: bool = False
     key_fields: tuple[str, ...] = ()
-    draft_differs: bool = True
 
-    def defaults(self, recipe: RecipeFields) -> dict[str, Any]:
-        """Concrete values for fields of its own that a recipe left open."""
-        del recipe
-        return {}
-
-    def settle(self, recipe: RecipeFields) -> dict[str, Any]:
-        """Recipe fields that depend on this machine, decided and checked before any work.
+    def architectures(self, asked: tuple[str, ...]) -> tuple[str, ...]:
+        """The GPU architectures to build for, decided and checked before any work.
 
         Raises:
             MissingDependencyError: the package that builds is not installed.
             RecipeError, IncompatibleError: it cannot build what is asked for, here.
         """
-        del recipe
-        return {}
-
-    def engine_key(self, recipe: RecipeFields) -> dict[str, Any]:
-        """What decides an engine beyond the model, its role and the dtype; plain values."""
-        return {name: getattr(recipe, name) for name in self.key_fields}
+        return asked
 
     def meets(self, needs: frozenset[HeadNeed]) -> bool:
         """Whether draft heads with these needs can be built."""
         return self.head_needs is not None and needs <= self.head_needs
 
-    def head_obstacle(self, kind: str, needs: frozenset[HeadNeed], recipe: RecipeFields) -> str | None:
+    def head_obstacle(self, kind: str, needs: frozenset[HeadNeed], recipe: PartRecipe) -> str | None:
         """Why a kind of draft head cannot be built; None if it can."""
         del recipe
         return None if self.meets(needs) else f"backend {self.name} runs no {kind} heads"
@@ -193,12 +225,12 @@ class Backend:
         """
         raise NotImplementedError
 
-    def check_obstacle(self, recipe: RecipeFields) -> str | None:
+    def check_obstacle(self, recipe: PartRecipe) -> str | None:
         """Why engines cannot be compared with eager transformers here; None if they can."""
         del recipe
         return None
 
-    def check_bundle(self, recipe: RecipeFields, entries: "Mapping[str, ModelEntry]") -> None:
+    def check_bundle(self, recipe: PartRecipe, entries: "Mapping[str, ModelEntry]") -> None:
         """Refuse a bundle whose models do not fit together; called when all are built.
 
         Raises:

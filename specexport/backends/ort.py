@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specexport.backends.base import AUTO_MODEL_LEN, RecipeFields
 from specexport_runtime.errors import CheckFailedError
 
 if TYPE_CHECKING:
@@ -17,11 +16,6 @@ INLINE_BYTES = 1024
 """Tensors up to this size stay inside the graph file."""
 _IN_FLIGHT_BYTES = 256 << 20
 """Most of the weights that are computed and not yet written; a larger one is the only such one."""
-
-
-def rotary_len(recipe: RecipeFields) -> int:
-    """Positions that the tables of fused rotary embeddings have at least, which is a part of an engine's key."""
-    return max(AUTO_MODEL_LEN, 0 if recipe.max_model_len == "auto" else recipe.max_model_len)
 
 
 def write_onnx(ir_model: "ir.Model", folder: Path, *, workers: int = 1) -> str:

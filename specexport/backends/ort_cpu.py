@@ -1,8 +1,8 @@
 """ONNX Runtime on a CPU: several graphs of a model over one weights file."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from specexport.backends.base import Backend, BuildJob, HeadNeed, RecipeFields, release_weights
+from specexport.backends.base import Backend, BuildJob, HeadNeed, release_weights
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.entry import NO_GATES, EngineEntry, Gates, PaddedGraph
 from specexport_runtime.bundle.quant_kinds import KEPT
@@ -10,6 +10,9 @@ from specexport_runtime.machine import available_cores
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+    from specexport.passes.base import CountingPass
+    from specexport.passes.residual_blocks import ResidualBlocks
 
 
 class OrtCpu(Backend):
@@ -29,51 +32,29 @@ class OrtCpu(Backend):
     head_needs: frozenset[HeadNeed] | None = frozenset(
         ["later tokens", "earlier guesses", "lent caches", "corrected logits"]
     )
-    key_fields = ("quantize_lm_head", "fuse", "self_draft", "kv_cache_dtype")
-
-    def engine_key(self, recipe: RecipeFields) -> dict[str, Any]:
-        """See ``Backend.engine_key``."""
-        from specexport.backends.ort import rotary_len
-
-        return {**super().engine_key(recipe), "rotary_len": rotary_len(recipe)}
+    key_fields = ("quantize_lm_head", "fuse", "self_draft", "kv_cache_dtype", "rotary_len")
 
     def build(self, ir_model: "ir.Model", job: BuildJob) -> EngineEntry:
-        """See ``Backend.build``. Layers that can be switched off exclude norms that are joined with additions."""
+        """See ``Backend.build``."""
         from specexport.backends.ort import write_onnx, write_padded_onnx
-        from specexport.lowering.common import step_inputs
-        from specexport.lowering.feature_gate import gate_features
-        from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
-        from specexport.lowering.layer_gate import gate_layers, gate_prefix
-        from specexport.lowering.low_rank import expand_adapters
-        from specexport.lowering.ort_cpu import lower_ort_cpu, use_int8_caches
+        from specexport.lowering.common import fusions, step_inputs
+        from specexport.lowering.feature_gate import feature_size
+        from specexport.lowering.layer_gate import LAYER_GATE
         from specexport.passes.block_linear import packed_formats
+        from specexport.passes.pipeline import run_lowering
         from specexport.passes.residual_blocks import find_residual_blocks
 
         recipe, role, folder = job.recipe, job.role, job.folder
-        fused, gates = [], NO_GATES
         with job.clock.stage("lower", role, self.name):
-            padded_model = _padded_model(ir_model, job)
-            if recipe.fuse:
-                rows = rotary_rows(int(recipe.max_model_len), job.max_positions)
-                fused.append(("rotary-fuse", fuse_rotary(ir_model, rows, job.max_positions)))
-            if job.cache_ranges is not None:
-                for model in (ir_model, *([] if padded_model is None else [padded_model])):
-                    use_int8_caches(model, job.cache_ranges)
-            gate = gate_prefix if job.first_only and job.layers else gate_layers
-            gated = gate is gate_prefix or (recipe.self_draft and role == "target")
+            padded_model, given = _padded_model(ir_model, job), feature_size(ir_model)
+            gated = _gates_first(job) or (recipe.self_draft and role == "target")
             blocks = find_residual_blocks(ir_model) if gated else None
-            lower_ort_cpu(ir_model, trees=role == "target")
-            if blocks is not None and blocks.obstacle is None:
-                gates = Gates(blocks.gate_kinds if gate(ir_model, blocks) else ())
-            elif recipe.fuse:
-                fused.append(("norm-fuse", fuse_norms(ir_model)))
-            if blocks is not None:
-                gates = gates._replace(obstacle=blocks.obstacle)
-            feature_size = gate_features(ir_model) or job.feature_size
+            done = run_lowering(ir_model, _passes(job, blocks))
             if padded_model is not None:
-                lower_ort_cpu(padded_model, padded_kv=True)
-                expand_adapters(padded_model, job.adapters)
-            expand_adapters(ir_model, job.adapters)  # last: marks are in the branches of gates by now
+                run_lowering(padded_model, _passes(job, padded_kv=True))
+        gates = (
+            NO_GATES if blocks is None else Gates(blocks.gate_kinds if done.get(LAYER_GATE) else (), blocks.obstacle)
+        )
         formats, padded = packed_formats(ir_model.graph), None
         stored, count = sum(each.num_bytes for each in formats), sum(each.weights for each in formats)
         with job.clock.stage("build", role):
@@ -86,11 +67,39 @@ class OrtCpu(Backend):
             inputs=step_inputs(ir_model),
             padded=padded,
             gates=gates,
-            feature_size=feature_size,
-            fused=tuple(fused),
-            weight_formats=() if recipe.quantization_of(role) == KEPT.name else formats,  # else those of the checkpoint
+            feature_size=given or job.feature_size,
+            fused=fusions(done),
+            weight_formats=() if job.quantize == KEPT.name else formats,  # else those of the checkpoint
             packed_bytes=(stored, count * ITEM_BYTES[self.computes]),
         )
+
+
+def _gates_first(job: BuildJob) -> bool:
+    """Whether the layers are of draft heads of which the first alone reads them."""
+    return job.first_only and bool(job.layers)
+
+
+def _passes(job: BuildJob, blocks: "ResidualBlocks | None" = None, *, padded_kv: bool = False) -> "list[CountingPass]":
+    """The lowering of a graph, in order; one of padded KV has its weights, and nothing that is fused or gated."""
+    from specexport.lowering.feature_gate import feature_pass
+    from specexport.lowering.fuse import rotary_pass
+    from specexport.lowering.layer_gate import gate_passes
+    from specexport.lowering.low_rank import adapter_pass
+    from specexport.lowering.ort_cpu import int8_cache_pass, operator_passes
+
+    caches = [] if job.cache_ranges is None else [int8_cache_pass(job.cache_ranges)]
+    adapters = adapter_pass(job.adapters)
+    if padded_kv:
+        return [*caches, *operator_passes(padded_kv=True), adapters]
+    fuse = job.recipe.fuse
+    return [
+        *([rotary_pass(job.max_model_len, job.max_positions)] if fuse else []),
+        *caches,
+        *operator_passes(trees=job.role == "target"),
+        *gate_passes(blocks, fuse=fuse, first_only=_gates_first(job)),
+        feature_pass(),
+        adapters,
+    ]
 
 
 def _padded_model(ir_model: "ir.Model", job: BuildJob) -> "ir.Model | None":

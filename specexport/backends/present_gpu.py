@@ -2,7 +2,7 @@
 
 import subprocess
 
-from specexport.backends.base import ANY_ARCHITECTURE, RecipeFields
+from specexport.backends.base import ANY_ARCHITECTURE, PartRecipe
 from specexport.host import query_gpus
 
 
@@ -15,7 +15,7 @@ def present_architecture() -> str | None:
     return found[0].replace(".", "") if found else None
 
 
-def gpu_check_obstacle(recipe: RecipeFields) -> str | None:
+def gpu_check_obstacle(recipe: PartRecipe) -> str | None:
     """Why engines for a GPU cannot be compared with eager transformers here; None if they can."""
     present = present_architecture()
     if present is None:

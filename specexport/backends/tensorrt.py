@@ -2,22 +2,20 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from specexport.backends.base import Backend, BuildJob, HeadNeed, RecipeFields
+from specexport.backends.base import Backend, BuildJob, HeadNeed, PartRecipe
 from specexport.backends.present_gpu import gpu_check_obstacle
 from specexport.backends.profiles import SMALLEST_PREFILL, engine_kv_capacity, kv_bytes, most_new_tokens, plan_profiles
 from specexport.backends.trt_package import PACKAGES, resolve_architectures
 from specexport_runtime.abi import ITEM_BYTES, LayerGeometry
 from specexport_runtime.bundle.entry import EngineEntry, EngineLimits, ModelEntry
-from specexport_runtime.bundle.profiles import HeadSteps
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.machine import memory_bytes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-DEFAULT_MAX_NUM_SEQS = 8
 DEFAULT_MAX_NUM_TOKENS = 512
 """Of the largest prefill, where its masks leave room for it (:func:`plan_folding`)."""
 MAX_MASK_BYTES = 1 << 29
@@ -38,6 +36,7 @@ class TensorRt(Backend):
     extra = "tensorrt"
     lowerings: tuple[str, ...] = ("plugin",)
     options = ("sm", "gpu_memory_gb")
+    default_max_num_seqs = 8
     limits = {"max_num_seqs": (1, 256), "max_num_tokens": (1, 8192)}  # noqa: RUF012 never changed
     needs_gpu = True
     # Engines are built for step sizes and architectures.
@@ -47,46 +46,42 @@ class TensorRt(Backend):
     head_needs: frozenset[HeadNeed] | None = frozenset(["later tokens"])
     fixed_sizes = True
 
-    def defaults(self, recipe: RecipeFields) -> dict[str, Any]:
-        """See ``Backend.defaults``."""
-        return {"max_num_seqs": recipe.max_num_seqs or DEFAULT_MAX_NUM_SEQS}
-
-    def head_obstacle(self, kind: str, needs: frozenset[HeadNeed], recipe: RecipeFields) -> str | None:
+    def head_obstacle(self, kind: str, needs: frozenset[HeadNeed], recipe: PartRecipe) -> str | None:
         """See ``Backend.head_obstacle``."""
         if "later tokens" in needs and recipe.lowering == "plugin":
             return f"the attention plugin is causal, and tokens of a {kind} head see later ones: leave --lowering out"
         return super().head_obstacle(kind, needs, recipe)
 
-    def settle(self, recipe: RecipeFields) -> dict[str, Any]:
-        """The architectures to build for. See ``Backend.settle``."""
-        return {"sm": resolve_architectures(PACKAGES[self.name], recipe.sm)}
+    def architectures(self, asked: tuple[str, ...]) -> tuple[str, ...]:
+        """See ``Backend.architectures``."""
+        return resolve_architectures(PACKAGES[self.name], asked)
 
     def check_memory(self, job: BuildJob) -> None:
         """Tell what a build needs, and refuse it if this machine or the GPU it is meant for has too little."""
-        plan = _memory_plan(job.recipe, job.num_parameters, job.layers, _capacity(job.recipe, job.head_steps))
+        plan = _memory_plan(job.recipe, job.num_parameters, job.layers, _capacity(job))
         job.clock.note(plan.describe())
         total, free, limit = memory_bytes()
         require_host_memory(plan, min(free, limit) if limit else free if total else 0)
-        if job.recipe.gpu_memory_gb is not None:
-            require_gpu_memory([plan], 0, job.recipe.gpu_memory_gb)
+        require_gpu_memory([plan], 0, job.recipe.gpu_memory_gb)
 
     def build(self, ir_model: "ir.Model", job: BuildJob) -> EngineEntry:
         """See ``Backend.build``. Features are given in every step: TensorRT records no step with a branch."""
         from specexport.backends.trt import TrtPlan, write_trt_engines
-        from specexport.lowering.common import step_inputs
+        from specexport.lowering.common import norm_type_pass, step_inputs
         from specexport.lowering.feature_gate import feature_size
-        from specexport.lowering.tensorrt import lower_tensorrt
+        from specexport.lowering.tensorrt import TrtAttentionPass
         from specexport.lowering.trt_native import FOLDED
         from specexport.passes.linear_flatten import LinearFlattenPass
+        from specexport.passes.pipeline import run_lowering
 
-        recipe, role, rows = job.recipe, job.role, int(job.recipe.max_num_seqs or 1)
-        capacity = _capacity(recipe, job.head_steps)
+        recipe, role, rows = job.recipe, job.role, job.recipe.max_num_seqs
+        capacity = _capacity(job)
         plugin = recipe.lowering == "plugin"
         with job.clock.stage("lower", role, f"{self.name}, plugin" if plugin else self.name):
-            LinearFlattenPass()(ir_model)
             tokens = recipe.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
             fold, tokens, _ = Folding(1, tokens) if plugin else _plan_folding(ir_model, job)
-            forms = lower_tensorrt(ir_model, kv_capacity=capacity, fold=fold, plugin=plugin)
+            attention = TrtAttentionPass(kv_capacity=capacity, fold=fold, plugin=plugin)
+            run_lowering(ir_model, [LinearFlattenPass(), norm_type_pass(), attention])
             inputs, given = step_inputs(ir_model), feature_size(ir_model)
         with job.clock.stage("build", role):
             profiles = plan_profiles(
@@ -94,7 +89,7 @@ class TensorRt(Backend):
                 lookahead=recipe.lookahead,
                 max_num_seqs=rows,
                 max_num_tokens=tokens,
-                fold=fold if FOLDED in forms else 1,
+                fold=fold if FOLDED in attention.forms else 1,
                 head=job.head_steps,
             )
             plan = TrtPlan(self.name, recipe.sm, profiles, job.layers, capacity, job.feature_size)
@@ -106,17 +101,15 @@ class TensorRt(Backend):
             files=engines,
             limits=EngineLimits(profiles, capacity, rows),
             feature_size=given or job.feature_size,
-            fused=tuple(sorted(Counter(forms).items())),
+            fused=tuple(sorted(Counter(attention.forms).items())),
         )
 
-    def check_obstacle(self, recipe: RecipeFields) -> str | None:
+    def check_obstacle(self, recipe: PartRecipe) -> str | None:
         """See ``Backend.check_obstacle``."""
         return gpu_check_obstacle(recipe)
 
-    def check_bundle(self, recipe: RecipeFields, entries: Mapping[str, ModelEntry]) -> None:
+    def check_bundle(self, recipe: PartRecipe, entries: Mapping[str, ModelEntry]) -> None:
         """Refuse a bundle whose models together do not fit the GPU that ``gpu_memory_gb`` describes."""
-        if recipe.gpu_memory_gb is None:
-            return
         plans = [
             _memory_plan(recipe, entry.parameters.total, entry.attention.layers, limits.kv_capacity if limits else 0)
             for entry in entries.values()
@@ -183,9 +176,9 @@ def _plan_folding(ir_model: "ir.Model", job: BuildJob) -> Folding:
     found = plan_folding(
         fold,
         mask_heads(ir_model, fold=fold),
-        max_num_seqs=int(recipe.max_num_seqs or 1),
-        kv_capacity=_capacity(recipe, job.head_steps),
-        max_num_tokens=recipe.max_num_tokens,
+        max_num_seqs=recipe.max_num_seqs,
+        kv_capacity=_capacity(job),
+        max_num_tokens=recipe.max_num_tokens or None,
     )
     if found.note:
         job.clock.note(found.note)
@@ -193,21 +186,21 @@ def _plan_folding(ir_model: "ir.Model", job: BuildJob) -> Folding:
 
 
 def _memory_plan(
-    recipe: RecipeFields, num_parameters: int, layers: Sequence[LayerGeometry], kv_capacity: int
+    recipe: PartRecipe, num_parameters: int, layers: Sequence[LayerGeometry], kv_capacity: int
 ) -> "BuildMemoryPlan":
     return plan_memory(
         num_parameters=num_parameters,
         dtype=recipe.dtype,
         layers=layers,
         kv_capacity=kv_capacity,
-        max_num_seqs=int(recipe.max_num_seqs or 1),
+        max_num_seqs=recipe.max_num_seqs,
         num_engines=len(recipe.sm),
     )
 
 
-def _capacity(recipe: RecipeFields, head: HeadSteps | None) -> int:
-    width = None if head is None else head.width
-    return engine_kv_capacity(int(recipe.max_model_len), recipe.lookahead, width)
+def _capacity(job: BuildJob) -> int:
+    width = None if job.head_steps is None else job.head_steps.width
+    return engine_kv_capacity(job.max_model_len, job.recipe.lookahead, width)
 
 
 class BuildMemoryPlan(NamedTuple):

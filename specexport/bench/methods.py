@@ -20,7 +20,7 @@ OWN_DRAFTERS = frozenset({DRAFT_MODEL, HEAD})
 """Drafters that a model of the bundle is for: its draft."""
 
 
-class EngineKey(NamedTuple):
+class LoadKey(NamedTuple):
     """What an engine is loaded for; each other value needs another one."""
 
     unpad_kv: bool

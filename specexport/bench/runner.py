@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specexport.bench.methods import Cell, EngineKey, copies, make_cells
+from specexport.bench.methods import Cell, LoadKey, copies, make_cells
 from specexport.bench.options import BenchOptions
 from specexport.bench.prompts import BenchPrompt, by_domain, fit_prompt, mix_domains
 from specexport.bench.records import BenchResult, PromptRecord, RunRecord
@@ -44,7 +44,7 @@ class BenchRunner:
         self._seeds = {prompt.id: options.seed + index for index, prompt in enumerate(prompts)}
         self._plain_texts: dict[tuple[str, int], list[int]] = {}
         self._engine: SpecEngine | None = None
-        self._key: EngineKey | None = None
+        self._key: LoadKey | None = None
         self._cells = {size: self._plan(size) for size in dict.fromkeys(options.batch_sizes)}
         self._total = options.repeats * sum(map(len, self._cells.values()))
 
@@ -52,10 +52,10 @@ class BenchRunner:
         """Run everything; ``progress`` is called before each run."""
         try:
             for cells in self._cells.values():
-                groups: dict[EngineKey, list[Cell]] = {}
+                groups: dict[LoadKey, list[Cell]] = {}
                 for cell in cells:
                     bundle = cell.bundle or self._subject.first
-                    key = EngineKey(cell.unpad_kv, cell.unpad_input, cell.batch_size, bundle)
+                    key = LoadKey(cell.unpad_kv, cell.unpad_input, cell.batch_size, bundle)
                     groups.setdefault(key, []).append(cell)
                 for repeat in range(self._options.repeats):
                     for key, group in _in_turns(list(groups.items()), repeat):
@@ -73,7 +73,7 @@ class BenchRunner:
             contexts=options.contexts or (0,), trees=options.tree_sizes,
         )  # fmt: skip
 
-    def _use(self, key: EngineKey, cells: Sequence[Cell]) -> "SpecEngine":
+    def _use(self, key: LoadKey, cells: Sequence[Cell]) -> "SpecEngine":
         """The engine of ``key``, warm."""
         if self._engine is not None and self._key == key:
             return self._engine
@@ -93,7 +93,7 @@ class BenchRunner:
             self._engine.close()
             self._engine = None
 
-    def _warm_up(self, engine: "SpecEngine", key: EngineKey, cells: Sequence[Cell]) -> None:
+    def _warm_up(self, engine: "SpecEngine", key: LoadKey, cells: Sequence[Cell]) -> None:
         """Short runs with each drafter, on prompts of every domain: bindings, memory, threads."""
         mixed = mix_domains([prompt for prompts in self._domains.values() for prompt in prompts])
         ordered = sorted(cells, key=lambda cell: (cell.num_speculative_tokens, cell.tree_size, -cell.context))

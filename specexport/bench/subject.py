@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specexport.bench.methods import EngineKey
+from specexport.bench.methods import LoadKey
 from specexport_runtime.bundle.draft_layers import DraftLayers, load_draft_layers
 from specexport_runtime.bundle.entry import NO_GATES, ModelEntry
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
@@ -31,7 +31,7 @@ class Subject:
     has_draft: bool  # it has a draft model
     lookahead: int  # largest K it was built for
     details: Mapping[str, Any]  # names and hashes of its parts, for the record
-    load: "Callable[[EngineKey], SpecEngine]"
+    load: "Callable[[LoadKey], SpecEngine]"
     has_gates: bool = False  # the target can draft with some of its layers, as it is asked by default
     has_head: bool = False  # it has a draft head
     takes_trees: bool = False  # drafts may have branches
@@ -53,7 +53,7 @@ def open_subject(folder: Path, options: EngineOptions) -> Subject:
     manifest = load_manifest(folder)
     check_adapter(options.lora, manifest.models["target"].chosen_adapters)
 
-    def load(key: EngineKey) -> "SpecEngine":
+    def load(key: LoadKey) -> "SpecEngine":
         from specexport_runtime.engine import SpecEngine
 
         return SpecEngine.load(

@@ -94,7 +94,7 @@ def stored_tensor(name: str, weight: StoredWeight) -> Any:
     def rows(axis: int, start: int, stop: int) -> np.ndarray:
         return _array(weight.rows(start, stop) if axis == 0 else weight.whole().narrow(axis, start, stop - start))
 
-    return lazy_tensor(name, _KINDS[weight.dtype], weight.shape, lambda: _array(weight.whole()), rows)
+    return lazy_tensor(name, _KINDS[weight.dtype], weight.shape, part=rows)
 
 
 _KINDS = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}

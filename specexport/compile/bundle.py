@@ -9,7 +9,6 @@ from specexport.atomic import place_behind_links, remove_leftovers, write_json
 from specexport.checkpoint.vocabulary import read_vocabulary
 from specexport.compile.built import TOKENIZER_NAME, BuiltModel, entry_in_bundle
 from specexport.compile.vocabulary import draftable_size, sha256_of
-from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.files import check_files, hash_files
 from specexport_runtime.bundle.held import held
 from specexport_runtime.bundle.manifest import MANIFEST_NAME, Manifest, VocabularyInfo, load_manifest
@@ -53,7 +52,7 @@ def find_up_to_date(output: Path, build_key: str) -> Manifest | None:
     return manifest
 
 
-def refuse_to_replace(output: Path, recipe: BuildRecipe) -> OutputExistsError:
+def refuse_to_replace(output: Path, asked: Mapping[str, Any]) -> OutputExistsError:
     """The error for a bundle that stands in the way and is not up to date; says what differs."""
     fix = "pass --force to replace it, or choose another folder with -o."
     try:
@@ -62,7 +61,6 @@ def refuse_to_replace(output: Path, recipe: BuildRecipe) -> OutputExistsError:
             check_files(output, manifest.files)
     except (BundleError, IncompatibleError) as error:
         return OutputExistsError(f"{output} holds a bundle that cannot be used ({error.message})", fix)
-    asked = recipe.settings()
     differences = [
         f"{key} is {manifest.recipe.get(key)}, asked for {value}"
         for key, value in asked.items()
@@ -75,7 +73,7 @@ def refuse_to_replace(output: Path, recipe: BuildRecipe) -> OutputExistsError:
 def write_bundle(
     folder: Path,
     *,
-    recipe: BuildRecipe,  # resolved
+    settings: Mapping[str, Any],  # the recipe with all that it came to
     build_key: str,  # hash of all that decides the result
     tools: Mapping[str, str],
     models: Mapping[str, BuiltModel],  # by role; ``"target"`` gives the tokenizer
@@ -87,20 +85,18 @@ def write_bundle(
         (folder / CHAT_TEMPLATE_NAME).write_text(target.chat_template, encoding="utf-8")
     files = {f"{role}/{name}": entry for role, built in models.items() for name, entry in built.files.items()}
     files |= hash_files(folder, [path.name for path in folder.iterdir() if path.is_file()])
-    if not isinstance(recipe.max_model_len, int):
-        raise TypeError("write_bundle needs a resolved recipe")
     manifest = Manifest(
-        name=recipe.bundle_name,
+        name=settings["name"],
         build_key=build_key,
-        recipe=recipe.settings(),
+        recipe=dict(settings),
         tools=dict(tools),
         vocabulary=_vocabulary_info(models),
-        max_model_len=recipe.max_model_len,
-        lookahead=recipe.lookahead,
+        max_model_len=settings["max_model_len"],
+        lookahead=settings["lookahead"],
         models={role: entry_in_bundle(built, role) for role, built in models.items()},
         files=files,
-        max_num_seqs=recipe.max_num_seqs,
-        max_num_tokens=recipe.max_num_tokens,
+        max_num_seqs=settings["max_num_seqs"],
+        max_num_tokens=settings["max_num_tokens"],
     )
     manifest.write(folder)
     return manifest

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
+from specexport.backends.base import PartRecipe
 from specexport.backends.registry import find_backend
 from specexport.compare import Differences, OutputRun, Reference, Rows, compare_logits
 from specexport.compile.built import EngineCheck
 from specexport.compile.closeness import Closeness, log_softmax, measure_closeness
 from specexport.compile.tokenizer import load_tokenizer
-from specexport.recipe import NO_CHECK, BuildRecipe
+from specexport.recipe import NO_CHECK
 from specexport.rounding import LogitTolerance, logit_tolerance
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import CheckFailedError, SpecexportError
@@ -92,8 +93,8 @@ def _any_tokens(vocab_size: int, lengths: Sequence[int]) -> list[Int64Array]:
     return [generator.integers(0, vocab_size, length, dtype=np.int64) for length in lengths]
 
 
-def check_obstacle(recipe: BuildRecipe) -> str | None:
-    """Why engines of a resolved recipe cannot be compared with eager transformers here; None if they can."""
+def check_obstacle(recipe: PartRecipe) -> str | None:
+    """Why engines of a recipe cannot be compared with eager transformers here; None if they can."""
     if recipe.check == NO_CHECK:
         return "not checked: asked not to"
     return find_backend(recipe.backend).check_obstacle(recipe)

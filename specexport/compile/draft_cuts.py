@@ -38,10 +38,9 @@ class LayerPrune(NamedTuple):
     num_layers: int  # N, layers that stay
     texts: tuple[str, ...]  # what layers are measured on
 
-    @property
-    def texts_sha256(self) -> str:
-        """Hash of the texts and of where one ends."""
-        return hash_texts(self.texts)
+    def key(self) -> list[Any]:
+        """What of it decides an engine."""
+        return [self.num_layers, hash_texts(self.texts)]
 
 
 def check_num_layers(kept: int, num_layers: int) -> None:
@@ -104,10 +103,9 @@ class HeadCut(NamedTuple):
     texts: tuple[str, ...]  # what tokens are counted on
     ends: tuple[int, ...] = ()  # ids that end a text of the target; they stay
 
-    @property
-    def texts_sha256(self) -> str:
-        """Hash of the texts and of where one ends."""
-        return hash_texts(self.texts)
+    def key(self) -> list[Any]:
+        """What of it decides an engine."""
+        return [self.size, hash_texts(self.texts)]
 
 
 def hash_texts(texts: Sequence[str]) -> str:

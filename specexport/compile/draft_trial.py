@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specexport.compile.built import BuiltModel
-from specexport.compile.draft_cuts import HeadCut
+from specexport.compile.draft_cuts import HeadCut, hash_texts
 from specexport.compile.draft_guesses import Text, guess_texts, held_out, write_texts
 from specexport.compile.draft_promise import MARGIN, Priced, is_sure, pick
 from specexport.compile.token_map import Shared
@@ -82,6 +82,10 @@ class DraftTrial(NamedTuple):
     target: BuiltModel | None = None  # what writes; None as long as it is not built
     folder: Path = Path()  # of its engine
     shared: Shared | None = None  # with a draft of another vocabulary; None where it has the target's
+
+    def key(self) -> list[Any]:
+        """What of it decides an engine, beside its target."""
+        return [self.quantizes, self.cuts, hash_texts(self.texts), self.own_texts, self.lookahead]
 
     def others(self, kept_bytes: float | None, backend: str) -> tuple[str, ...]:
         """Quantizations to try beside the simplest form, which takes so many bytes a weight; None for float weights."""

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from specexport.backends.base import BuildJob
+from specexport.backends.base import BuildJob, PartRecipe
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.checkpoint.vocabulary import read_vocabulary
 from specexport.compile.built import TOKENIZER_NAME, EngineCheck
@@ -14,13 +14,13 @@ from specexport.compile.check import check_obstacle
 from specexport.compile.check_head import check_head
 from specexport.compile.draft_cuts import read_counting_texts
 from specexport.compile.draft_trial import Chosen, DraftForm
-from specexport.compile.model import load_source, pieces_for, resolve_for, table_weights
-from specexport.compile.part import ModelSource, Part, Texts
+from specexport.compile.model import length_for, load_source, pieces_for, table_weights
+from specexport.compile.part import ModelSource, Part, Texts, Traced, entry_of
 from specexport.compile.vocabulary import check_vocabularies
 from specexport.progress import StageClock
-from specexport.recipe import MTP, NO_CHECK, BuildRecipe, model_dtype
+from specexport.recipe import FLOAT, MTP, NO_CHECK, BuildRecipe
 from specexport_runtime.bundle.arrays import MASK_NAME
-from specexport_runtime.bundle.entry import CorrectionEntry, DraftHeadEntry
+from specexport_runtime.bundle.entry import AttentionEntry, CorrectionEntry, DraftHeadEntry, Parameters
 from specexport_runtime.bundle.profiles import head_steps
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -47,19 +47,22 @@ class HeadPlan(NamedTuple):
     tables: "Callable[[], TargetTables]"  # reads the target's embedding and LM head
     tokenizer_json: bytes  # of the target
     max_positions: int | None  # of the target
-    recipe: BuildRecipe  # resolved
+    max_model_len: int  # of the target
 
 
 def plan_head(
-    recipe: BuildRecipe, source: ModelSource, target: ModelSource, clock: StageClock
+    source: ModelSource, recipe: PartRecipe, target: ModelSource, clock: StageClock
 ) -> "tuple[HeadPlan, Checkpoint]":
-    """Read a head's configuration and look at how it guesses; gives the target too, which was loaded for that."""
+    """Read a head's configuration and look at how it guesses; gives the target too, which was loaded for that.
+
+    ``recipe`` is the target's.
+    """
     from specexport.trace.layers import FeatureRequest
 
     with clock.stage("probe", source.role, source.name):
         checkpoint = load_source(recipe, target)
         _check_tokenizer(source, checkpoint)
-        files, loaded = _load(recipe, source, checkpoint)
+        files, loaded = _load(source, checkpoint)
         _check_kind(recipe, source, loaded.config)
         _check_caches(recipe, loaded.config, source.name)
         probe, config = None, loaded.config
@@ -79,11 +82,11 @@ def plan_head(
     tables = _tables(checkpoint)
     if not checkpoint.stored:  # weights that are in no files as they are: none is kept in memory beside an engine
         tables = partial(_tables_anew, recipe, target)
-    of_target = checkpoint.tokenizer_json, checkpoint.max_positions, resolve_for(recipe, checkpoint)
+    of_target = checkpoint.tokenizer_json, checkpoint.max_positions, length_for(recipe, checkpoint)
     return HeadPlan(config, request, probe, files, tables, *of_target), checkpoint
 
 
-def _check_kind(recipe: BuildRecipe, source: ModelSource, config: "HeadConfig") -> None:
+def _check_kind(recipe: PartRecipe, source: ModelSource, config: "HeadConfig") -> None:
     """Refuse a head that a backend has no form of, before its target is built."""
     from specexport.heads.kinds import kind_of
 
@@ -131,9 +134,9 @@ def _check_tokenizer(source: ModelSource, checkpoint: "Checkpoint") -> None:
         check_vocabularies(target, own, num_shared_rows=None)
 
 
-def _check_caches(recipe: BuildRecipe, config: "HeadConfig", name: str) -> None:
+def _check_caches(recipe: PartRecipe, config: "HeadConfig", name: str) -> None:
     """Refuse a head that reads caches of the target where these hold int8: only the target's graph has the scales."""
-    if config.target_layers and recipe.kv_cache_dtype is not None:
+    if config.target_layers and recipe.small_caches:
         raise UnsupportedModelError(
             f"the head {name} reads the target's KV caches, and these hold {recipe.kv_cache_dtype}, which it cannot "
             "read.",
@@ -141,7 +144,7 @@ def _check_caches(recipe: BuildRecipe, config: "HeadConfig", name: str) -> None:
         )
 
 
-def _load(recipe: BuildRecipe, source: ModelSource, checkpoint: "Checkpoint") -> "tuple[HeadFiles, LoadedHead]":
+def _load(source: ModelSource, checkpoint: "Checkpoint") -> "tuple[HeadFiles, LoadedHead]":
     import torch
 
     from specexport.checkpoint.source import resolve_source
@@ -151,7 +154,7 @@ def _load(recipe: BuildRecipe, source: ModelSource, checkpoint: "Checkpoint") ->
     from specexport.heads.mtp_files import open_mtp
 
     found, text = resolve_source(source.source, source.revision), checkpoint.model.config.get_text_config()
-    is_module = recipe.head == MTP or (found.gguf_file is not None and not is_assistant(found))
+    is_module = source.is_module or (found.gguf_file is not None and not is_assistant(found))
     files = open_mtp(found, text.to_dict()) if is_module else open_head(found)
     config = read_config(
         files, TargetFacts(_num_layers(checkpoint), int(text.hidden_size), checkpoint.vocab_size, text)
@@ -178,20 +181,20 @@ def _tables(checkpoint: "Checkpoint") -> "Callable[[], TargetTables]":
     return read
 
 
-def _tables_anew(recipe: BuildRecipe, target: ModelSource) -> "TargetTables":
+def _tables_anew(recipe: PartRecipe, target: ModelSource) -> "TargetTables":
     return _tables(load_source(recipe, target))()
 
 
-def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: StageClock) -> Part:
+def prepare_head(recipe: PartRecipe, source: ModelSource, plan: HeadPlan, folder: Path, clock: StageClock) -> Part:
     """Load a draft head, run it in torch, and trace it; ``folder`` is for its engine."""
     import torch
 
     from specexport.checkpoint.source import hash_source, resolve_source
     from specexport.heads.kinds import kind_of, trace_head
 
-    recipe, config, probe, role = plan.recipe, plan.config, plan.probe, source.role
+    config, probe, role = plan.config, plan.probe, source.role
     with clock.stage("load", role, source.name):
-        loaded = kind_of(config).load(plan.files, config, plan.tables(), getattr(torch, model_dtype(recipe)))
+        loaded = kind_of(config).load(plan.files, config, plan.tables(), getattr(torch, recipe.model_dtype))
         found = resolve_source(source.source, source.revision, remote_code=recipe.trust_remote_code)
         if hash_source(found) != source.sha256:
             raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
@@ -211,41 +214,47 @@ def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: Stage
         block_size=config.block_size,
         has_mask=config.mask_token_id is not None,
     )
+    quantize = None if recipe.quantize == FLOAT else recipe.quantize
+    job = BuildJob(
+        recipe, quantize, plan.max_model_len, tuple(traced.layers), step_parameters, plan.max_positions, folder, clock,
+        first_only=config.reads_draft, feature_size=config.feature_size, head_steps=steps,
+    )  # fmt: skip
+    described = DraftHeadEntry(
+        config.kind,
+        config.taps,
+        guessed=None if probe is None else probe.rate,
+        reading=None if probe is None else probe.reading.change or None,
+        num_draft_heads=config.num_draft_heads,
+        reads_draft=config.reads_draft,
+        num_modules=config.num_modules,
+        mask_token_id=config.mask_token_id,
+        mask_path=None if mask is None else MASK_NAME,
+        block_size=config.block_size,
+        from_anchor=config.from_anchor,
+        correction=None
+        if correction is None
+        else CorrectionEntry(correction.rule, tuple(f"{name}.npy" for name in correction.tables), correction.most),
+    )
+    heads = config.layer_config.get("num_attention_heads")
+    entry = entry_of(
+        source,
+        job,
+        f"{config.kind} head of {config.source_format} ({config.layer_config['model_type']})",
+        vocab_size=config.vocab_size,
+        attention=AttentionEntry(job.layers, recipe.model_dtype, heads, target_layers=config.target_layers),
+        draft_head=described,
+    )
     return Part(
-        recipe=recipe,
-        source=source,
-        form=DraftForm(recipe.quantization_of(role), loaded.ids),
-        graph=traced.ir_model.clone(),
-        job=BuildJob(
-            recipe, role, tuple(traced.layers), step_parameters, plan.max_positions, folder, clock,
-            first_only=config.reads_draft, feature_size=config.feature_size, head_steps=steps,
-        ),
+        source,
+        DraftForm(quantize, loaded.ids),
+        Traced(traced.ir_model.clone(), job),
         check=partial(_check_head, reference),
         texts=Texts(plan.tokenizer_json),
-        architecture=f"{config.kind} head of {config.source_format} ({config.layer_config['model_type']})",
-        vocab_size=config.vocab_size,
-        num_parameters=num_parameters,
-        step_parameters=lambda _: step_parameters,
-        query_heads=config.layer_config.get("num_attention_heads"),
-        target_layers=config.target_layers,
-        draft_head=DraftHeadEntry(
-            config.kind,
-            config.taps,
-            guessed=None if probe is None else probe.rate,
-            reading=None if probe is None else probe.reading.change or None,
-            num_draft_heads=config.num_draft_heads,
-            reads_draft=config.reads_draft,
-            num_modules=config.num_modules,
-            mask_token_id=config.mask_token_id,
-            mask_path=None if mask is None else MASK_NAME,
-            block_size=config.block_size,
-            from_anchor=config.from_anchor,
-            correction=None
-            if correction is None
-            else CorrectionEntry(correction.rule, tuple(f"{name}.npy" for name in correction.tables), correction.most),
-        ),
+        entry=entry,
+        parameters=lambda _: Parameters(num_parameters, step_parameters),
+        comes_cut=True,
         arrays=arrays,
-    )  # fmt: skip
+    )
 
 
 def _check_head(reference: "HeadReference | None", folder: Path, chosen: Chosen) -> EngineCheck | None:

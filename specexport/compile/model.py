@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specexport.atomic import require_space
-from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob
+from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob, PartRecipe
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.channel_ranges import CacheRange, ChannelRanges
 from specexport.compile.built import EngineCheck
@@ -27,21 +27,12 @@ from specexport.compile.draft_cuts import (
 )
 from specexport.compile.draft_trial import Chosen, DraftForm, DraftTrial, FormChoice, HeadSizes
 from specexport.compile.lora import bind_adapters, describe_adapters
-from specexport.compile.part import ModelSource, Part, Texts, weighs_inputs
+from specexport.compile.part import ModelSource, Part, Texts, Traced, entry_of, weighs_inputs
 from specexport.compile.token_map import Shared, Side, describe_share, find_shared, side_of
 from specexport.progress import StageClock
-from specexport.recipe import (
-    FULL,
-    KEEP,
-    NO_CHECK,
-    BuildRecipe,
-    model_dtype,
-    resolve_recipe,
-    rounding,
-    with_quantization,
-)
+from specexport.recipe import FLOAT, FULL, KEEP, NO_CHECK, model_len
 from specexport_runtime.abi import ITEM_BYTES
-from specexport_runtime.bundle.entry import DroppedLayer, Rope, WeightFormat
+from specexport_runtime.bundle.entry import AttentionEntry, DroppedLayer, Parameters, Rope, WeightFormat
 from specexport_runtime.bundle.quant_kinds import INT8, KINDS
 from specexport_runtime.errors import (
     CheckpointError,
@@ -79,12 +70,17 @@ class Reductions(NamedTuple):
     trial: DraftTrial | None = None  # finds out what else becomes of it; None builds what the recipe says
     beside: Side | None = None  # the vocabulary of its target; None for a model that has none
 
+    def key(self) -> dict[str, Any]:
+        """What of it decides an engine, beside the target."""
+        parts = {"cut": self.cut, "prune": self.prune, "trial": self.trial}
+        return {name: part.key() for name, part in parts.items() if part is not None}
+
 
 WHOLE = Reductions()
 
 
 def prepare_model(
-    recipe: BuildRecipe,  # ``"auto"`` allowed
+    recipe: PartRecipe,
     source: ModelSource,
     folder: Path,  # where the engine files go; created
     clock: StageClock,
@@ -100,40 +96,38 @@ def prepare_model(
     with clock.stage("load", role, source.name):
         if checkpoint is None:
             checkpoint = load_source(recipe, source, stream=prune is None)  # pruning runs the model again and again
-        recipe = resolve_for(recipe, checkpoint)
         if checkpoint.rope is not None:
             clock.note(f"{checkpoint.rope.text}, for sequences of up to {checkpoint.rope.max_len} tokens")
-        if recipe.quantization_of(role) == KEEP and not checkpoint.kept:  # a GGUF file of float weights
-            recipe = with_quantization(recipe, role, None)
+        quantize, max_len = _quantize(recipe, checkpoint), length_for(recipe, checkpoint)
         adapters = bind_adapters(checkpoint, source.adapters, merge=not recipe.chooses_adapters)
         if adapters.all and not recipe.chooses_adapters:
-            _round(checkpoint, recipe, role)  # weights are sums by now
-        rounded = rounding(recipe, role)
+            _round(checkpoint, recipe)  # weights are sums by now
+        rounded = recipe.rounding(quantize)
         if rounded is not None:
-            clock.note(f"weights are rounded to {rounded}; activations and KV caches are {model_dtype(recipe)}")
+            clock.note(f"weights are rounded to {rounded}; activations and KV caches are {recipe.model_dtype}")
         shared = (
             None if beside is None else find_shared(beside, side_of(checkpoint, source.name, checkpoint.vocab_size))
         )
         if shared is not None:
             clock.note(f"another vocabulary than the target's: they share {describe_share(shared.entry)}")
             trial = None if trial is None else trial._replace(shared=shared)
-        form = DraftForm(recipe.quantization_of(role), _head_ids(checkpoint, cut, shared))
+        form = DraftForm(quantize, _head_ids(checkpoint, cut, shared))
         others = () if trial is None else trial.others(_kept_share(checkpoint), recipe.backend)
-        each = [with_quantization(recipe, role, name) for name in (form.quantize, *others)]
-        require_space(folder, sum(_needed_bytes(one, checkpoint, role) for one in each))
+        kinds = (quantize, *others)
+        require_space(folder, sum(_needed_bytes(recipe, kind, checkpoint) for kind in kinds))
     dropped = _drop_layers(checkpoint, prune, role, clock)
     with clock.stage("reference", role):
         obstacle = check_obstacle(recipe)
         references = {
             on_texts: _eager_reference(checkpoint, adapters.chosen, on_texts=on_texts, full=recipe.check == FULL)
-            for on_texts in {_is_approximate(one, role) for one in each if obstacle is None}
+            for on_texts in {recipe.small_caches or kind is not None for kind in kinds if obstacle is None}
         }
-        if recipe.check != NO_CHECK and model_dtype(recipe) == "float16":
+        if recipe.check != NO_CHECK and recipe.model_dtype == "float16":
             _refuse_overflow(checkpoint, next(iter(references.values()), None))
     sizes, formats, rope = _head_sizes(checkpoint), _weight_formats(checkpoint), checkpoint.rope
     if shared is not None:
         sizes = sizes.only(shared.head_ids)
-    ranges, cached = _calibrate(checkpoint, each, role, clock)
+    ranges, cached = _calibrate(checkpoint, recipe, kinds, max_len, clock)
     with clock.stage("trace", role):
         traced = trace_checkpoint(checkpoint, features, group_experts=find_backend(recipe.backend).groups_experts)
         if traced.whole is not None:
@@ -146,32 +140,32 @@ def prepare_model(
     texts = Texts(
         checkpoint.tokenizer_json, checkpoint.chat_template, checkpoint.special_tokens, checkpoint.bos_token_id, ends
     )
-    return Part(
-        recipe=recipe,
-        source=source,
-        form=form,
-        graph=traced.ir_model,
-        job=BuildJob(
-            recipe, role, traced.layers, count, positions, folder, clock,
-            cache_ranges=cached, states=traced.states, adapters=adapters.products,
-        ),
-        check=partial(_check_model, references, texts.tokenizer_json, recipe.check == FULL),
-        texts=texts,
-        architecture=checkpoint.architecture,
+    job = BuildJob(
+        recipe, quantize, max_len, traced.layers, count, positions, folder, clock,
+        cache_ranges=cached, states=traced.states, adapters=adapters.products,
+    )  # fmt: skip
+    entry = entry_of(
+        source,
+        job,
+        checkpoint.architecture,
         vocab_size=checkpoint.vocab_size,
-        num_parameters=count,
-        step_parameters=sizes.step,
-        query_heads=sizes.num_heads,
-        windows=traced.windows,
+        attention=AttentionEntry(traced.layers, recipe.kv_cache_dtype, sizes.num_heads, traced.windows),
         rope=None if rope is None else Rope(rope.text, rope.max_len),
         dropped_layers=dropped,
         adapters=describe_adapters(adapters.all, chosen=recipe.chooses_adapters),
-        ranges=ranges,
-        kept=checkpoint.kept,
+    )
+    return Part(
+        source,
+        form,
+        Traced(traced.ir_model, job, ranges, checkpoint.kept),
+        check=partial(_check_model, references, texts.tokenizer_json, recipe.check == FULL),
+        texts=texts,
+        entry=entry,
+        parameters=lambda ids: Parameters(count, sizes.step(ids)),
         kept_formats=formats,
         choice=None if trial is None else FormChoice(trial, others, sizes, partial(_rank_ids, checkpoint, shared)),
         shared=shared,
-    )  # fmt: skip
+    )
 
 
 def _check_model(
@@ -216,10 +210,10 @@ def _kept_share(checkpoint: "Checkpoint") -> float | None:
     return sum(each.num_bytes for each in formats) / sum(each.weights for each in formats) if formats else None
 
 
-def _needed_bytes(recipe: BuildRecipe, checkpoint: "Checkpoint", role: str) -> int:
-    """What the engines of a model take on disk, about."""
+def _needed_bytes(recipe: PartRecipe, quantize: str | None, checkpoint: "Checkpoint") -> int:
+    """What the engines of a form take on disk, about."""
     copies = 1 + len(recipe.sm)  # the graph, and an engine for each architecture
-    item, quantize = ITEM_BYTES[recipe.dtype], recipe.quantization_of(role)
+    item = ITEM_BYTES[recipe.dtype]
     tables = {id(table): table.numel() for table in table_weights(checkpoint.model)}
     outside = 0 if quantize is None or recipe.quantize_lm_head else sum(tables.values())
     size = float(item * outside)
@@ -251,7 +245,7 @@ def _weight_formats(checkpoint: "Checkpoint") -> tuple[WeightFormat, ...]:
     return tuple(sorted((WeightFormat(kind, *sizes) for kind, sizes in found.items()), key=lambda each: -each.weights))
 
 
-def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True) -> "Checkpoint":
+def load_source(recipe: PartRecipe, source: ModelSource, *, stream: bool = True) -> "Checkpoint":
     """Load a checkpoint as a recipe wants it; CheckpointError if it changed since it was hashed."""
     from specexport.checkpoint.lengths import hold_length
     from specexport.checkpoint.load import load_checkpoint
@@ -259,32 +253,37 @@ def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True
 
     checkpoint = load_checkpoint(
         source.source,
-        dtype=model_dtype(recipe),
+        dtype=recipe.model_dtype,
         revision=source.revision,
         trust_remote_code=recipe.trust_remote_code,
-        keep=recipe.quantization_of(source.role) == KEEP,
+        keep=recipe.quantize == KEEP,
         stream=stream,
     )
     if checkpoint.source_sha256 != source.sha256:
         raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
-    _round(checkpoint, recipe, source.role)
-    hold_length(checkpoint, int(resolve_for(recipe, checkpoint).max_model_len))
+    _round(checkpoint, recipe)
+    hold_length(checkpoint, length_for(recipe, checkpoint))
     check_config(checkpoint.model)  # before it is run
     return checkpoint
 
 
-def _round(checkpoint: "Checkpoint", recipe: BuildRecipe, role: str) -> None:
+def _quantize(recipe: PartRecipe, checkpoint: "Checkpoint") -> str | None:
+    """How the simplest form of a model is quantized; a GGUF file of float weights has none to keep."""
+    return None if recipe.quantize == FLOAT or (recipe.quantize == KEEP and not checkpoint.kept) else recipe.quantize
+
+
+def _round(checkpoint: "Checkpoint", recipe: PartRecipe) -> None:
     from specexport.checkpoint.load import round_weights
 
-    rounded = rounding(recipe, role)
+    rounded = recipe.rounding(_quantize(recipe, checkpoint))
     if rounded is not None:
         round_weights(checkpoint, rounded)
 
 
-def resolve_for(recipe: BuildRecipe, checkpoint: "Checkpoint") -> BuildRecipe:
-    """The recipe for one model; ``auto`` becomes a length for which no rotary table depends on the length."""
+def length_for(recipe: PartRecipe, checkpoint: "Checkpoint") -> int:
+    """Most tokens of a sequence of one model; for ``auto`` no rotary table depends on the length."""
     plain = [checkpoint.plain_positions] if recipe.max_model_len == "auto" else []
-    return resolve_recipe(recipe, [checkpoint.max_positions, *plain])
+    return model_len(recipe.max_model_len, [checkpoint.max_positions, *plain])
 
 
 def _refuse_overflow(checkpoint: "Checkpoint", reference: _Reference | None) -> None:
@@ -296,11 +295,6 @@ def _refuse_overflow(checkpoint: "Checkpoint", reference: _Reference | None) -> 
             "finite numbers in eager transformers either.",
             "use --dtype bfloat16.",
         )
-
-
-def _is_approximate(recipe: BuildRecipe, role: str) -> bool:
-    """Whether an engine computes another function than its checkpoint; see ``ModelEntry.approximation``."""
-    return recipe.quantization_of(role) is not None or recipe.kv_cache_dtype is not None
 
 
 def _eager_reference(
@@ -340,29 +334,28 @@ def _drop_layers(
     return tuple(DroppedLayer(*each) for each in dropped)
 
 
-def reads_texts(recipe: BuildRecipe, role: str) -> bool:
+def is_measured(recipe: PartRecipe) -> bool:
     """Whether a model's engine depends on the built-in texts: something of it was measured on them."""
-    return weighs_inputs(recipe, role) or recipe.kv_cache_dtype is not None
+    return weighs_inputs(recipe, recipe.quantize) or recipe.small_caches
 
 
 def _calibrate(
-    checkpoint: "Checkpoint", recipes: Sequence[BuildRecipe], role: str, clock: StageClock
+    checkpoint: "Checkpoint", recipe: PartRecipe, kinds: Sequence[str | None], max_len: int, clock: StageClock
 ) -> tuple[Mapping[str, ChannelRanges] | None, Sequence[CacheRange] | None]:
     """How large the inputs of linear layers get, and keys and values; each None where no form needs to know it."""
-    recipe = recipes[0]
-    if not any(reads_texts(one, role) for one in recipes):
+    weighs = any(weighs_inputs(recipe, kind) for kind in kinds)
+    if not weighs and not recipe.small_caches:
         return None, None
     from specexport.trace.calibrate import activation_ranges, cache_ranges
 
     ranges, cached = None, None
-    with clock.stage("calibrate", role, steps=0):
+    with clock.stage("calibrate", recipe.role, steps=0):
         pieces = pieces_for(checkpoint, read_counting_texts(None), CALIBRATION_PIECES, CALIBRATION_LEN)
-        if any(weighs_inputs(one, role) for one in recipes):
+        if weighs:
             ranges = activation_ranges(checkpoint, pieces)
-        if recipe.kv_cache_dtype is not None:
-            longest = max(AUTO_MODEL_LEN, int(recipe.max_model_len))
-            max_len = min(longest, checkpoint.max_positions or longest)
-            cached = cache_ranges(checkpoint, pieces, max_len=max_len)
+        if recipe.small_caches:
+            longest = max(AUTO_MODEL_LEN, max_len)
+            cached = cache_ranges(checkpoint, pieces, max_len=min(longest, checkpoint.max_positions or longest))
     return ranges, cached
 
 

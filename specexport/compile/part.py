@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specexport.backends.base import Backend, BuildJob, release_weights
+from specexport.backends.base import Backend, BuildJob, PartRecipe, release_weights
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.channel_ranges import ChannelRanges
 from specexport.compile.built import BuiltModel, EngineCheck
@@ -22,19 +22,14 @@ from specexport.compile.draft_trial import Chosen, DraftForm, FormChoice, descri
 from specexport.compile.token_map import Shared
 from specexport.host import map_in_threads
 from specexport.progress import StageClock
-from specexport.recipe import KEEP, BuildRecipe, model_dtype, with_quantization
+from specexport.recipe import KEEP
 from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME
 from specexport_runtime.bundle.entry import (
-    AdapterEntry,
-    AttentionEntry,
     CutLmHead,
-    DraftHeadEntry,
-    DroppedLayer,
     EngineEntry,
     ExpertSizes,
     ModelEntry,
     Parameters,
-    Rope,
     SourceEntry,
     WeightFormat,
 )
@@ -61,6 +56,7 @@ class ModelSource(NamedTuple):
     quantized: bool = False  # it may hold quantized weights that can be kept
     adapters: "tuple[LoraSource, ...]" = ()  # of a target
     turns_by_length: bool = False  # it may have rotary tables that depend on the length
+    is_module: bool = False  # it is an MTP module in the target's own checkpoint
     weight_bytes: int = 0  # of its weights' files
     texts_sha256: str = ""  # over what decides its tokenizer: all files but those of weights alone
 
@@ -75,49 +71,48 @@ class Texts(NamedTuple):
     eos_token_ids: tuple[int, ...] = ()
 
 
-@dataclass
-class Part:
-    """A part that was loaded and traced: what its engine is built of, and what ``ModelEntry`` says of it beside."""
+class Traced(NamedTuple):
+    """What a part's engines are made of."""
 
-    recipe: BuildRecipe  # resolved
-    source: ModelSource
-    form: DraftForm  # to build first
     graph: Any  # an ``ir.Model``, which is used up
     job: BuildJob  # of the first form
-    check: Callable[[Path, Chosen], EngineCheck | None]  # compares the engine in a folder with torch, where it can be
-    texts: Texts
-    architecture: str
-    vocab_size: int  # V
-    num_parameters: int  # tied ones counted once
-    step_parameters: Callable[[Int32Array | None], int]  # with an LM head of these ids
-    query_heads: int | None  # of a layer; None if the checkpoint does not say
-    windows: tuple[int, ...] = ()
-    target_layers: tuple[int, ...] = ()
-    rope: Rope | None = None
-    dropped_layers: tuple[DroppedLayer, ...] = ()
-    adapters: tuple[AdapterEntry, ...] = ()
-    draft_head: DraftHeadEntry | None = None
-    arrays: Mapping[str, Float32Array] = field(default_factory=dict)  # what lies beside the engine, by file name
     ranges: Mapping[str, ChannelRanges] | None = None  # of inputs, by name of the weight, where int4 weighs errors
     kept: "Mapping[str, BlockWeight] | None" = None  # quantized weights of the checkpoint, for a form that keeps them
-    kept_formats: tuple[WeightFormat, ...] = ()  # of these
+
+
+@dataclass
+class Part:
+    """A part that was loaded and traced: what its engine is built of, and what is said of it."""
+
+    source: ModelSource
+    form: DraftForm  # to build first
+    traced: Traced | None  # None once it is used up
+    check: Callable[[Path, Chosen], EngineCheck | None]  # compares the engine in a folder with torch, where it can be
+    texts: Texts
+    entry: Callable[..., ModelEntry]  # makes the entry of a form, with all that is the same of each
+    parameters: Callable[[Int32Array | None], Parameters]  # with an LM head of these ids
+    comes_cut: bool = False  # its LM head has its ids already
+    arrays: Mapping[str, Float32Array] = field(default_factory=dict)  # what lies beside the engine, by file name
+    kept_formats: tuple[WeightFormat, ...] = ()  # of the weights that are kept
     choice: FormChoice | None = None  # of a draft whose form is to be found out
     shared: Shared | None = None  # of a draft with another vocabulary than its target's
 
 
 def build_part(part: Part, dump_dir: Path | None = None) -> BuiltModel:
     """Build a part's engine and check it (CheckFailedError); ``dump_dir`` gets the graph after each pass."""
-    folder, clock, role = part.job.folder, part.job.clock, part.source.role
+    assert part.traced is not None  # noqa: S101 - it was not built yet
+    job, role = part.traced.job, part.source.role
+    folder, clock = job.folder, job.clock
     make = partial(_build_form, part, dump_dir)
     chosen = Chosen(part.form, make(part.form, folder, clock, last=part.choice is None))
     if part.choice is not None:
         with clock.stage("trial", role, steps=0):
             chosen = part.choice.settle(chosen, folder, make)
             clock.note(describe_trial(chosen.entry)[0])
-    del part.graph
+    part.traced = None
     gc.collect()  # the graph is gone: its weights must not be in memory beside the check's
     hashed = map_in_threads(partial(hash_files, folder), [[path.name for path in folder.iterdir()]])
-    with clock.stage("check", role, check_obstacle(part.recipe) or ""):
+    with clock.stage("check", role, check_obstacle(job.recipe) or ""):
         found = part.check(folder, chosen)
     return BuiltModel(chosen.entry, next(hashed), found, *part.texts)
 
@@ -126,48 +121,49 @@ def _build_form(
     part: Part, dump_dir: Path | None, form: DraftForm, place: Path, clock: StageClock, *, last: bool = False
 ) -> ModelEntry:
     """Files and entry of a form; the last uses the graph up."""
-    source, ids, keeps = part.source, form.head_ids, form.quantize == KEEP
-    recipe = with_quantization(part.recipe, source.role, form.quantize)
-    job, dtype = part.job._replace(recipe=recipe, folder=place, clock=clock), model_dtype(recipe)
+    assert part.traced is not None  # noqa: S101 - the last form was not built yet
+    traced, ids, keeps = part.traced, form.head_ids, form.quantize == KEEP
+    job = traced.job._replace(quantize=form.quantize, folder=place, clock=clock)
+    recipe = job.recipe
     _check_states(job, find_backend(recipe.backend))
     compiled = compile_graph(
-        part.graph if last else part.graph.clone(),
-        recipe,
+        traced.graph if last else traced.graph.clone(),
         job,
         dump_dir,
-        head_ids=ids if part.draft_head is None else None,  # a head comes with its own
-        ranges=part.ranges if weighs_inputs(recipe, source.role) else None,
-        kept=part.kept if keeps else None,
+        head_ids=None if part.comes_cut else ids,
+        ranges=traced.ranges if weighs_inputs(recipe, form.quantize) else None,
+        kept=traced.kept if keeps else None,
     )
     for name, array in {**part.arrays, **({} if ids is None else {LM_HEAD_IDS_NAME: ids})}.items():
         np.save(place / name, array, allow_pickle=False)
     if part.shared is not None:
         part.shared.tokens.save(place / part.shared.entry.path)
-    cache_dtype = None if job.cache_ranges is None else recipe.kv_cache_dtype
-    return ModelEntry(
-        backend=recipe.backend,
-        dtype=dtype,
-        vocab_size=part.vocab_size,
-        max_positions=job.max_positions,
-        source=SourceEntry(source.name, source.sha256, part.architecture),
-        parameters=Parameters(part.num_parameters, part.step_parameters(ids), compiled.experts),
-        attention=AttentionEntry(job.layers, cache_dtype or dtype, part.query_heads, part.windows, part.target_layers),
+    return part.entry(
+        parameters=part.parameters(ids)._replace(experts=compiled.experts),
         engine=replace(compiled.engine, weight_formats=part.kept_formats) if keeps else compiled.engine,
-        states=job.states,
         quantize=form.quantize,
         passes=compiled.passes,
-        rope=part.rope,
-        dropped_layers=part.dropped_layers,
         cut_lm_head=None if ids is None else CutLmHead(LM_HEAD_IDS_NAME, len(ids)),
         token_map=None if part.shared is None else part.shared.entry,
-        draft_head=part.draft_head,
-        adapters=part.adapters,
     )
 
 
-def weighs_inputs(recipe: BuildRecipe, role: str) -> bool:
+def entry_of(source: ModelSource, job: BuildJob, architecture: str, **facts: Any) -> Callable[..., ModelEntry]:
+    """What makes the entries of a part's forms: with all that is known of it before one is built."""
+    return partial(
+        ModelEntry,
+        backend=job.recipe.backend,
+        dtype=job.recipe.model_dtype,
+        max_positions=job.max_positions,
+        source=SourceEntry(source.name, source.sha256, architecture),
+        states=job.states,
+        **facts,
+    )
+
+
+def weighs_inputs(recipe: PartRecipe, quantize: str | None) -> bool:
     """Whether weights are rounded by what the inputs of a layer make of an error."""
-    form = passes_of(recipe.quantization_of(role), recipe.backend)
+    form = passes_of(quantize, recipe.backend)
     return form is not None and form.weighs_inputs
 
 
@@ -191,7 +187,6 @@ class Compiled(NamedTuple):
 
 def compile_graph(
     ir_model: Any,
-    recipe: BuildRecipe,  # resolved
     job: BuildJob,
     dump_dir: Path | None,
     *,
@@ -203,13 +198,14 @@ def compile_graph(
     from specexport.passes.experts_graph import expert_sizes
     from specexport.passes.pipeline import default_passes, run_passes
 
+    recipe = job.recipe
     backend, weights = find_backend(recipe.backend), list(ir_model.graph.initializers.values())
     backend.check_memory(job)
     with job.clock.stage("passes", job.role):
         passes = default_passes(
-            model_dtype(recipe),
+            recipe.model_dtype,
             pack=recipe.fuse and backend.packs_linear,
-            quantize=recipe.quantization_of(job.role),
+            quantize=job.quantize,
             quantize_lm_head=recipe.quantize_lm_head,
             backend=backend.name,
             head_ids=head_ids,

@@ -11,6 +11,7 @@ top level; ``target_layer_ids`` counts layers whose *output* is read. speculator
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -280,10 +281,6 @@ def value_of(files: HeadFiles, key: str, default: Any = None) -> Any:
     return default
 
 
-def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
-    return load_block(PlainBlockHead, files, config, tables, dtype)
-
-
 def load_block(
     make: Callable[[HeadConfig], BlockHead],
     files: HeadFiles,
@@ -356,16 +353,16 @@ def tap_readings(config: HeadConfig, num_layers: int) -> list[Reading]:
     return [Reading(config), *shifted_taps(config, num_layers), *reversed_taps(config)]
 
 
-KIND = HeadKind(
+block_kind = partial(HeadKind, trace=trace_block, reference=block_reference, readings=tap_readings)
+"""A kind of heads that fill blocks."""
+
+KIND = block_kind(
     name="dflash",
     called="a DFlash head",
     recognizes=_recognizes,
     read=_read,
-    load=_load,
-    trace=trace_block,
-    reference=block_reference,
+    load=partial(load_block, PlainBlockHead),
     guesses=_guesses,
-    readings=tap_readings,
     needs=frozenset(["later tokens"]),
     speculators=("dflash",),
 )

@@ -18,16 +18,14 @@ from specexport.heads.dflash import (
     GUESS_ROWS,
     GUESS_STEP,
     BlockHead,
-    block_reference,
+    block_kind,
     guessing_blocks,
     load_block,
     read_block,
-    tap_readings,
-    trace_block,
     value_of,
 )
 from specexport.heads.files import HeadFiles, is_named, read_size
-from specexport.heads.kind import Caches, HeadKind
+from specexport.heads.kind import Caches
 from specexport.heads.loaded import HeadCorrection, LoadedHead, TargetTables
 from specexport_runtime.errors import CheckpointError
 
@@ -214,16 +212,13 @@ def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, _: Caches) ->
         yield found, slice(place, None, GUESS_STEP)
 
 
-KIND = HeadKind(
+KIND = block_kind(
     name="dflash2",
     called="a DFlash 2 head",
     recognizes=_recognizes,
     read=_read,
     load=_load,
-    trace=trace_block,
-    reference=block_reference,
     guesses=_guesses,
-    readings=tap_readings,
     needs=frozenset(["later tokens", "corrected logits"]),
     speculators=("dflash2",),
 )

@@ -18,16 +18,15 @@ from specexport.heads.dflash import (
     GUESS_ROWS,
     GUESS_STEP,
     BlockHead,
-    block_reference,
+    block_kind,
     guessing_blocks,
     load_block,
     read_block,
     tap_readings,
-    trace_block,
     value_of,
 )
 from specexport.heads.files import HeadFiles, is_named, read_size
-from specexport.heads.kind import Caches, HeadKind, Reading, other_flag
+from specexport.heads.kind import Caches, Reading, other_flag
 from specexport.heads.loaded import HeadCorrection, LoadedHead, TargetTables, kept_ids
 from specexport_runtime.errors import UnsupportedModelError
 
@@ -173,14 +172,12 @@ def _readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
     return [*tap_readings(config, num_layers), other_flag(config, "from_anchor")]
 
 
-KIND = HeadKind(
+KIND = block_kind(
     name="dspark",
     called="a DSpark head",
     recognizes=_recognizes,
     read=_read,
     load=_load,
-    trace=trace_block,
-    reference=block_reference,
     guesses=_guesses,
     readings=_readings,
     needs=frozenset(["later tokens", "corrected logits"]),

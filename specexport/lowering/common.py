@@ -1,9 +1,11 @@
 """What several lowerings ask of a graph or do to it: causality, ALiBi, types of norms, token ids, step inputs."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from specexport.onnx_emit import Emitter
 from specexport.ops.spec import UNPADDED_ATTENTION
+from specexport.passes.base import CountingPass, Rewrite
 from specexport_runtime.abi import (
     ADAPTER_IDS,
     ALIGNED_STEP_INPUTS,
@@ -66,6 +68,13 @@ def take_place(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
     ir.convenience.replace_all_uses_with(old, new)
 
 
+def value_like(value: "ir.Value", name: str) -> "ir.Value":
+    """A value of the same type and shape."""
+    import onnx_ir as ir
+
+    return ir.Value(name=name, shape=value.shape, type=value.type)
+
+
 def unify_norm_types(ir_model: "ir.Model") -> int:
     """Cast the input of every RMSNormalization to the dtype of its scale, in place; returns how many there were.
 
@@ -87,6 +96,13 @@ def unify_norm_types(ir_model: "ir.Model") -> int:
         emit.place(before=node)
         node.replace_input_with(0, exact)
     return len(mixed)
+
+
+def norm_type_pass() -> CountingPass:
+    """:func:`unify_norm_types` as a pass of a lowering."""
+    return Rewrite(
+        "norm-types", "a norm's float32 weight must not be rounded to the dtype of its input", unify_norm_types
+    )
 
 
 def widen_top_k(ir_model: "ir.Model") -> int:
@@ -126,6 +142,11 @@ def step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:
     specs = (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS, *gates)
     names = dict.fromkeys(spec.name for spec in specs)
     return tuple(name for name in names if name in present)
+
+
+def fusions(done: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Of what the passes of a lowering did, what they fused."""
+    return tuple((name, changes) for name, changes in done.items() if name.endswith("-fuse"))
 
 
 def drop_unused_step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:

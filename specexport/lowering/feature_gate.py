@@ -4,7 +4,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specexport.lowering.common import value_like
 from specexport.onnx_emit import Emitter, add_input, constant
+from specexport.passes.base import CountingPass, Rewrite
 from specexport.passes.residual_blocks import Dataflow
 from specexport_runtime.abi import FEATURES, WANT_FEATURES
 from specexport_runtime.errors import CheckFailedError
@@ -24,6 +26,11 @@ def feature_size(ir_model: "ir.Model") -> int:
     return width
 
 
+def feature_pass() -> CountingPass:
+    """:func:`gate_features` as a pass of a lowering."""
+    return Rewrite("feature-gate", "features cost nothing in steps behind which no head drafts", gate_features)
+
+
 def gate_features(ir_model: "ir.Model") -> int:
     """Compute features only in steps that want them, in place; returns E, or 0 for a graph without features."""
     import onnx_ir as ir
@@ -40,7 +47,7 @@ def gate_features(ir_model: "ir.Model") -> int:
         raise CheckFailedError("the features are what the model computes anyway: there is nothing to leave out.")
     none = constant(graph, "features.none", np.zeros((0, size), np.float32))
     wanted = add_input(graph, WANT_FEATURES.name, ir.DataType.BOOL, [1])
-    skipped, given = _like(output, "features.skipped"), _like(output, FEATURES.name)
+    skipped, given = value_like(output, "features.skipped"), value_like(output, FEATURES.name)
     given.shape = ir.Shape(["num_features", size])  # not T: there are none unless the step wants them
     emit, skip = Emitter(graph), Emitter(graph)
     skip.node("Identity", [none], outputs=[skipped])
@@ -65,9 +72,3 @@ def drop_features(ir_model: "ir.Model") -> None:
         graph.outputs.remove(value)
     if found:
         common_passes.RemoveUnusedNodesPass()(ir_model)
-
-
-def _like(value: "ir.Value", name: str) -> "ir.Value":
-    import onnx_ir as ir
-
-    return ir.Value(name=name, shape=value.shape, type=value.type)

@@ -1,6 +1,7 @@
 """Rotary embeddings into attention nodes, and residual additions into the norms behind them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -8,7 +9,8 @@ import numpy as np
 from specexport.lowering.common import is_causal
 from specexport.onnx_emit import Emitter, constant, set_inputs
 from specexport.ops.spec import UNPADDED_ATTENTION
-from specexport_runtime.abi import OP_DOMAIN, OP_NAME, kv_slack
+from specexport.passes.base import CountingPass, Rewrite, attention_nodes
+from specexport_runtime.abi import kv_slack
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -31,6 +33,19 @@ NORMS = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormaliza
 """Norms by the operator of ``com.microsoft`` that adds first."""
 
 
+def rotary_pass(
+    max_model_len: int, max_positions: int | None, takes: "Callable[[ir.Node, Rotation], bool] | None" = None
+) -> CountingPass:
+    """:func:`fuse_rotary` as a pass of a lowering."""
+    fuse = partial(fuse_rotary, rows=rotary_rows(max_model_len, max_positions), limit=max_positions, takes=takes)
+    return Rewrite("rotary-fuse", "attention turns q and k as it reads them: a pass over both less a layer", fuse)
+
+
+def norm_pass() -> CountingPass:
+    """:func:`fuse_norms` as a pass of a lowering."""
+    return Rewrite("norm-fuse", "an addition and the norm behind it are one kernel; gates need them apart", fuse_norms)
+
+
 def rotary_rows(max_model_len: int, max_positions: int | None) -> int:
     """Rows of the rotary tables: as many as a cache row can ever hold, and the same for all ordinary lengths."""
     length = max(_COMMON_LEN, max_model_len)
@@ -46,7 +61,7 @@ class _Side(NamedTuple):
 
 def fuse_rotary(
     ir_model: "ir.Model",
-    rows: int | None = None,
+    rows: int,
     limit: int | None = None,
     takes: "Callable[[ir.Node, Rotation], bool] | None" = None,
 ) -> int:
@@ -56,11 +71,11 @@ def fuse_rotary(
     the graph on random vectors. Positions are then the operator's own count of cache entries, which is what they are in
     an unpadded KV cache. All tables together may take 2 MiB or a 25th of the weights, whichever is more; otherwise
     nothing is changed, as the gain does not grow with the model. ``rows`` are those of the tables, from
-    ``rotary_rows``; None changes nothing. ``limit`` is the number of positions that the model supports, None for no
+    ``rotary_rows``. ``limit`` is the number of positions that the model supports, None for no
     limit; rows beyond are never read. ``takes`` says whether a backend's kernel takes a rotation; None: all.
     """
-    if rows is None:
-        return 0
+    import onnx_ir as ir
+
     found = [each for each in _find_rotations(ir_model, rows, limit) if takes is None or takes(each[0], each[2])]
     sizes = {id(rotation): rotation.cos.nbytes + rotation.sin.nbytes for _, _, rotation in found}
     weights = sum(value.const_value.nbytes for value in ir_model.graph.initializers.values() if value.const_value)
@@ -74,7 +89,7 @@ def fuse_rotary(
                 flat[rotated] = _flat_root(ir_model, node, side)
             node.replace_input_with(index, flat[rotated])
         set_inputs(node, ROTARY_INPUTS[0], _tables(ir_model, rotation, sides[0].region.value))
-        node.attributes.add(_int_attribute(ROTARY_ATTRIBUTE, int(rotation.interleaved)))
+        node.attributes.add(ir.AttrInt64(ROTARY_ATTRIBUTE, int(rotation.interleaved)))
     remove_dead_nodes(ir_model)
     return len(found)
 
@@ -89,9 +104,7 @@ def _find_rotations(
     dependent, alone = position_nodes(graph)
     measured: dict[tuple[frozenset[str], int], Rotation | None] = {}
     found = []
-    for node in graph:
-        if node.op_type != OP_NAME or node.domain != OP_DOMAIN:
-            continue
+    for node in attention_nodes(ir_model):
         if not is_causal(node) or not appends(node):  # q and k are then not rotated alike
             continue
         regions = [find_region(value, order, dependent, alone) for value in node.inputs[:2]]  # type: ignore[arg-type]
@@ -176,12 +189,6 @@ def _tables(ir_model: "ir.Model", rotation: "Rotation", rotated: "ir.Value") -> 
             same = [constant(ir_model.graph, f"rotary.{kind}.{len(taken)}", array)]
         values.append(same[0])
     return values
-
-
-def _int_attribute(name: str, value: int) -> "ir.Attr":
-    import onnx_ir as ir
-
-    return ir.AttrInt64(name, value)
 
 
 def remove_dead_nodes(ir_model: "ir.Model") -> None:

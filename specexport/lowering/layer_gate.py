@@ -15,11 +15,15 @@ the step was fed, and the caches (``layer_gate``).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specexport.lowering.common import value_like
+from specexport.lowering.fuse import norm_pass
 from specexport.onnx_emit import Emitter, add_input, constant
+from specexport.passes.base import CountingPass, Rewrite
 from specexport.passes.residual_blocks import Dataflow, ResidualBlock, ResidualBlocks, SkipObstacle
 from specexport_runtime.abi import CONTEXT_ID, INPUT_IDS, LAYER_MASK, LOGIT_ROWS, SIMILARITY, WANT_SIMILARITY
 from specexport_runtime.errors import CheckFailedError
@@ -27,6 +31,19 @@ from specexport_runtime.executors.ort_gates import LAYER_ON
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+
+LAYER_GATE = "layer-gate"
+
+
+def gate_passes(
+    blocks: ResidualBlocks | None, *, fuse: bool, first_only: bool = False, separate: bool = False
+) -> list[CountingPass]:
+    """Gates around ``blocks``, where there are any; else norms joined with additions, where ``fuse`` says so."""
+    if blocks is not None and blocks.obstacle is None:
+        gate = partial(gate_prefix if first_only else partial(gate_layers, separate=separate), blocks=blocks)
+        return [Rewrite(LAYER_GATE, "a step runs the layers that it is asked for, of one copy of the weights", gate)]
+    return [norm_pass()] if fuse else []
 
 
 def _regions(graph: "ir.Graph", blocks: ResidualBlocks) -> "list[list[ir.Node]]":
@@ -85,8 +102,8 @@ def gate_block(
     assert add is not None  # noqa: S101 - branch_of has seen it
     body = [*region, add]
     kept = _passed_on(graph, block, body)
-    outputs = [_like(old, str(old.name)) for old in kept]
-    ins = [_like(old, f"{name}.skipped.{at}") for at, old in enumerate(kept)]
+    outputs = [value_like(old, str(old.name)) for old in kept]
+    ins = [value_like(old, f"{name}.skipped.{at}") for at, old in enumerate(kept)]
     emit, skip = Emitter(graph), Emitter(graph)
     for passed, out in zip(kept.values(), ins, strict=True):
         skip.node("Identity", [passed], outputs=[out])
@@ -112,12 +129,6 @@ def _passed_on(graph: "ir.Graph", block: ResidualBlock, body: "Sequence[ir.Node]
         if value.producer() in inside:
             kept[value] = by_name[str(value.name).replace("_out.", ".")]
     return kept
-
-
-def _like(value: "ir.Value", name: str) -> "ir.Value":
-    import onnx_ir as ir
-
-    return ir.Value(name=name, shape=value.shape, type=value.type)
 
 
 class _Cosines:

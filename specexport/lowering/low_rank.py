@@ -19,6 +19,7 @@ import numpy as np
 
 from specexport.onnx_emit import Emitter, add_input, constant, lazy_tensor
 from specexport.ops.spec import DIM_NAMES
+from specexport.passes.base import CountingPass, Rewrite
 from specexport.passes.block_linear import linear, of_floats
 from specexport.passes.low_rank import MARK, Adapter, LowRank
 from specexport_runtime.abi import ADAPTER_IDS, OP_DOMAIN
@@ -54,12 +55,22 @@ class _Block(NamedTuple):
         return self.before + self.own.shape[0] + self.after
 
 
+def adapter_pass(adapters: Sequence[Adapter]) -> CountingPass:
+    """:func:`expand_adapters` as the last pass of a lowering: marks are in the branches of gates by then."""
+    expand = partial(expand_adapters, adapters=adapters)
+    return Rewrite("adapter-expand", "tokens of several adapters share a step, and others do not pay for them", expand)
+
+
 def expand_adapters(ir_model: "ir.Model", adapters: Sequence[Adapter]) -> int:
     """Put the products in the place of all marks, in place; returns the number of layers. ``adapters`` count from 1."""
     import onnx_ir as ir
 
     graph = ir_model.graph
-    sites = [_site(node) for node in ir.traversal.RecursiveGraphIterator(graph) if _is_mark(node)]
+    sites = [
+        _site(node)
+        for node in ir.traversal.RecursiveGraphIterator(graph)
+        if (node.op_type, node.domain) == (MARK, OP_DOMAIN)
+    ]
     if not sites:
         return 0
     ids = add_input(graph, ADAPTER_IDS.name, ir.DataType.INT64, [DIM_NAMES["T"]])
@@ -68,10 +79,6 @@ def expand_adapters(ir_model: "ir.Model", adapters: Sequence[Adapter]) -> int:
         _expand(graph, site, adapters, chosen)
     chosen.place()
     return len(sites)
-
-
-def _is_mark(node: "ir.Node") -> bool:
-    return node.op_type == MARK and node.domain == OP_DOMAIN
 
 
 def _site(node: "ir.Node") -> _Site:

@@ -11,6 +11,7 @@ the step's own tokens too: a token's result does not depend on its step.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from specexport.lowering.fuse import ROTARY_INPUTS, appends, packed_qkv, remove_
 from specexport.lowering.recurrence import lower_recurrences
 from specexport.onnx_emit import Emitter, add_input, constant, set_inputs
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
+from specexport.passes.base import CountingPass, Rewrite, attention_nodes
 from specexport.passes.block_experts import put_float_experts
 from specexport_runtime.abi import KV_POSITIONS, OP_DOMAIN, OP_NAME, PARENTS, POSITIONS, STATE_STEPS
 from specexport_runtime.errors import CheckFailedError
@@ -46,20 +48,32 @@ _FIRST_SCALE = ROTARY_INPUTS[-1] + 1  # of a node's inputs: scales of keys and o
 _LARGEST = 127
 
 
-def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False, trees: bool = False) -> None:
-    """Put our operator in the place of each attention, and drop the step inputs that are not read, in place.
+def operator_passes(*, padded_kv: bool = False, trees: bool = False) -> list[CountingPass]:
+    """The passes after which a session can run a graph.
 
     ``padded_kv`` makes the padded-KV graph, with the step input ``kv_positions``; CheckFailedError for attention that
     is not causal. ``trees`` adds the step input ``parents``, unless states, a whole row, or another model's cache is
     read: these know chains alone.
     """
+    attention = partial(_lower_attention, padded_kv=padded_kv, trees=trees)
+    return [
+        Rewrite("recurrence-lower", "recurrences become functions over the session's kernels", lower_recurrences),
+        Rewrite("float-experts", "experts that no pass has taken: no session has our operator", put_float_experts),
+        Rewrite("value-by-value", "a token's bits must not depend on the step it is in", make_value_by_value),
+        Rewrite("attention-lower", "our operator reads caches in place; unread step inputs go", attention),
+    ]
+
+
+def int8_cache_pass(ranges: Sequence[CacheRange]) -> CountingPass:
+    """:func:`use_int8_caches` as a pass: before attention is lowered, which takes the scales over."""
+    return Rewrite("int8-caches", "caches take a quarter of the memory", partial(use_int8_caches, ranges=ranges))
+
+
+def _lower_attention(ir_model: "ir.Model", *, padded_kv: bool, trees: bool) -> int:
     import onnx_ir as ir
 
-    lower_recurrences(ir_model)
-    put_float_experts(ir_model)  # the layers that no pass has taken
-    make_value_by_value(ir_model)
     graph = ir_model.graph
-    nodes = [node for node in graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
+    nodes = list(attention_nodes(ir_model))
     told: dict[str, ir.Value | None] = {}
     if nodes and padded_kv:
         shape = [DIM_NAMES.get(word, word) if isinstance(word, str) else word for word in KV_POSITIONS.shape]
@@ -74,6 +88,7 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False, trees: bool 
         _replace(ir_model, node, told)
     remove_dead_nodes(ir_model)  # what a packed tensor was split by
     drop_unused_step_inputs(ir_model)
+    return len(nodes)
 
 
 def _replace(ir_model: "ir.Model", node: "ir.Node", told: "dict[str, ir.Value | None]") -> None:
@@ -143,11 +158,11 @@ def _widen(ir_model: "ir.Model", node: "ir.Node") -> bool:
     return True
 
 
-def use_int8_caches(ir_model: "ir.Model", ranges: Sequence[CacheRange]) -> None:
+def use_int8_caches(ir_model: "ir.Model", ranges: Sequence[CacheRange]) -> int:
     """Let attention keep its caches in int8, in place, behind all passes and fusions; ``ranges`` has one a layer."""
     import onnx_ir as ir
 
-    nodes = [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
+    nodes = list(attention_nodes(ir_model))
     for layer, (node, found) in enumerate(zip(nodes, ranges, strict=True)):
         scales = [
             constant(ir_model.graph, f"{name}_cache_scale.{layer}", _scales(largest))
@@ -156,6 +171,7 @@ def use_int8_caches(ir_model: "ir.Model", ranges: Sequence[CacheRange]) -> None:
         set_inputs(node, _FIRST_SCALE, scales)
         for cache in (*(node.inputs[index] for index in _CACHES), *node.outputs[1:]):
             cache.type = ir.TensorType(ir.DataType.INT8)  # type: ignore[union-attr]
+    return len(nodes)
 
 
 def _scales(largest: FloatVector) -> FloatVector:

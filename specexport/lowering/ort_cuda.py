@@ -19,16 +19,17 @@ import numpy as np
 
 from specexport.lowering.common import (
     drop_unused_step_inputs,
+    norm_type_pass,
     refuse_slopes,
     require_causal,
-    unify_norm_types,
     widen_top_k,
 )
-from specexport.lowering.fuse import fuse_rotary, remove_dead_nodes
+from specexport.lowering.fuse import remove_dead_nodes
 from specexport.lowering.paged_tokens import fused_tokens, takes_rotation
 from specexport.onnx_emit import Emitter, add_input, constant
 from specexport.ops.spec import UNPADDED_ATTENTION
-from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, LOGITS, OP_DOMAIN, OP_NAME, TOKEN_IDS, LayerGeometry
+from specexport.passes.base import CountingPass, Rewrite, attention_nodes
+from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, LOGITS, TOKEN_IDS, LayerGeometry
 from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
 from specexport_runtime.executors.paged import (
     ATTENTION_METADATA,
@@ -49,28 +50,30 @@ _CACHE_RANK = 5
 _SINK_INPUT, _METADATA_INPUT = 11, 16
 
 
-def lower_ort_cuda(ir_model: "ir.Model") -> None:
-    """Replace each ``UnpaddedAttention`` by ``PagedAttention``, in 16 bits, and add ``token_ids``, in place."""
-    for node in _attention_nodes(ir_model):
+def operator_passes() -> list[CountingPass]:
+    """The passes after which a session can run a graph in 16 bits, and record it."""
+    return [
+        Rewrite("attention-lower", "a kernel over packed tokens and paged caches; adds token_ids", _lower_attention),
+        norm_type_pass(),
+        Rewrite("top-k-widen", "opset 24 has no TopK of bfloat16", widen_top_k),
+        Rewrite("split-slice", "the kernel of uneven splits reads host memory, which no recording holds", slice_uneven),
+    ]
+
+
+def _lower_attention(ir_model: "ir.Model") -> int:
+    for node in attention_nodes(ir_model):
         _refuse_dtype(node)
-    attach_paged_attention(ir_model)
-    unify_norm_types(ir_model)
-    widen_top_k(ir_model)
-    slice_uneven(ir_model)
+    return attach_paged_attention(ir_model)
 
 
-def fuse_for_paging(ir_model: "ir.Model", rows: int, limit: int | None) -> int:
-    """Rotary embeddings into the attention nodes whose kernel takes them: see ``fuse.fuse_rotary``."""
-
-    def takes(node: "ir.Node", rotation: "Rotation") -> bool:
-        return takes_rotation(paged_head_size(_geometry(node)), rotation.cos.shape[1])
-
-    return fuse_rotary(ir_model, rows, limit, takes)
+def takes_turns(node: "ir.Node", rotation: "Rotation") -> bool:
+    """Whether the kernel of an attention node takes a rotation."""
+    return takes_rotation(paged_head_size(_geometry(node)), rotation.cos.shape[1])
 
 
-def attach_paged_attention(ir_model: "ir.Model") -> None:
-    """What :func:`lower_ort_cuda` does, for any float dtype: float32 has no kernel, but the same mathematics."""
-    nodes = _attention_nodes(ir_model)
+def attach_paged_attention(ir_model: "ir.Model") -> int:
+    """``PagedAttention`` for each attention, and ``token_ids``, for any float dtype: float32 has no kernel."""
+    nodes = list(attention_nodes(ir_model))
     geometries = [_geometry(node) for node in nodes]
     for node in nodes:
         require_causal(node, "ONNX Runtime's paged attention")
@@ -82,6 +85,7 @@ def attach_paged_attention(ir_model: "ir.Model") -> None:
     ir_model.opset_imports.setdefault(_CONTRIB, 1)
     remove_dead_nodes(ir_model)  # what a packed tensor was split by, and norms and angles that the kernel has now
     drop_unused_step_inputs(ir_model)
+    return len(nodes)
 
 
 def slice_uneven(ir_model: "ir.Model") -> int:
@@ -107,10 +111,6 @@ def slice_uneven(ir_model: "ir.Model") -> int:
         emit.replace(node, cut)
         uneven += 1
     return uneven
-
-
-def _attention_nodes(ir_model: "ir.Model") -> list["ir.Node"]:
-    return [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
 
 
 def _named_inputs(node: "ir.Node") -> dict[str, "ir.Value | None"]:

@@ -42,7 +42,8 @@ from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, i
 from specexport.lowering.trt_step import AlignedStep, Attention, MaskKind, emit_step
 from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
-from specexport_runtime.abi import OP_DOMAIN, OP_NAME, QUERY
+from specexport.passes.base import attention_nodes
+from specexport_runtime.abi import QUERY
 from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def lower_trt_native(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) -
 
 def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) -> tuple[str, ...]:
     """The attention part of ``lower_trt_native``, for graphs without logits; same arguments, result and errors."""
-    layers = [read_attention(n, i) for i, n in enumerate(_attention_nodes(ir_model))]
+    layers = [read_attention(n, i) for i, n in enumerate(attention_nodes(ir_model))]
     if not layers:  # heads over one feature
         return ()
     ahead = not all(layer.causal for layer in layers)
@@ -109,13 +110,9 @@ def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) 
 
 def mask_heads(ir_model: "ir.Model", *, fold: int) -> int:
     """Query heads of all masks, were the layers folded: a mask has a byte for each head, row, slot and cache entry."""
-    layers = [read_attention(node, i) for i, node in enumerate(_attention_nodes(ir_model))]
+    layers = [read_attention(node, i) for i, node in enumerate(attention_nodes(ir_model))]
     kinds = {mask_kind(layer, FOLDED) for layer in layers if choose_form(layer, fold=fold) == FOLDED}
     return sum(kind.heads for kind in kinds)
-
-
-def _attention_nodes(ir_model: "ir.Model") -> "list[ir.Node]":
-    return [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
 
 
 def read_attention(node: "ir.Node", index: int) -> Attention:

@@ -23,8 +23,8 @@ from specexport.lowering.trt_native import read_attention
 from specexport.lowering.trt_step import Attention
 from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES
+from specexport.passes.base import attention_nodes
 from specexport.plugin.naming import NAMESPACE, graph_shape, plugin_name
-from specexport_runtime.abi import OP_DOMAIN, OP_NAME
 from specexport_runtime.errors import UnsupportedModelError, UserInputError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def lower_trt_plugin(ir_model: "ir.Model", *, kv_capacity: int, num_splits: int 
 
 def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, num_splits: int | None = None) -> tuple[str, ...]:
     """The attention part of ``lower_trt_plugin``, for graphs without logits; same arguments, result and errors."""
-    nodes = [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
+    nodes = list(attention_nodes(ir_model))
     layers = [read_attention(node, index) for index, node in enumerate(nodes)]
     specs = [_attention_spec(layer, index, kv_capacity, num_splits) for index, layer in enumerate(layers)]
     for node in nodes:

@@ -1,7 +1,7 @@
 """The base of all passes: an in-place ``onnx_ir`` pass that counts what it changed."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -39,6 +39,17 @@ class CountingPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=self.changes > 0)
 
 
+class Rewrite(CountingPass):
+    """A pass of one function, which changes a model in place and returns how many things it changed."""
+
+    def __init__(self, name: str, reason: str, function: Callable[[ir.Model], int]) -> None:
+        self.name, self.reason, self._function = name, reason, function
+
+    def rewrite(self, model: ir.Model) -> int:
+        """See the class."""
+        return self._function(model)
+
+
 class Quantizing(NamedTuple):
     """What the passes of a kind of quantization are made from; ``passes`` of ``form.module`` makes them."""
 
@@ -59,6 +70,15 @@ def constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
     if value is None or not value.is_initializer():
         return None
     return value.const_value
+
+
+def fold_into(model: ir.Model, weight: ir.Value, readers: Sequence[ir.Node], made: ir.Value) -> None:
+    """Let ``made`` stand for what ``readers`` make of a weight, which goes where nobody else reads it."""
+    for node in readers:
+        ir.convenience.replace_all_uses_with(node.outputs[0], made)
+        model.graph.remove(node, safe=True)
+    if not weight.uses():
+        del model.graph.initializers[str(weight.name)]
 
 
 def sizes_of(tensor: ir.TensorProtocol) -> list[int]:

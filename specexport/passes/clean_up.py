@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import lazy_weight, part_of
-from specexport.passes.base import CountingPass, constant_of, sizes_of
+from specexport.passes.base import CountingPass, constant_of, fold_into, sizes_of
 
 _LARGE = 1024  # elements
 _MAX_ROUNDS = 6  # a simplified reshape can make another shape constant
@@ -176,19 +176,13 @@ class SelectFoldPass(CountingPass):
             chosen = [_entry(node, weight) for node in readers]
             if not readers or tensor is None or len(tensor.shape) != 3 or None in chosen:
                 continue
+            count, *shape = sizes_of(tensor)
             for node, entry in zip(readers, chosen, strict=True):
-                self._fold(model, node, tensor, int(entry or 0))
-            del model.graph.initializers[str(weight.name)]
+                number = int(entry or 0) % count
+                part, name = partial(_part, tensor, number), f"{tensor.name}.{number}"
+                fold_into(model, weight, [node], lazy_weight(model.graph, name, tensor.dtype, shape, part=part))
             folded += len(readers)
         return folded
-
-    @staticmethod
-    def _fold(model: ir.Model, node: ir.Node, tensor: ir.TensorProtocol, entry: int) -> None:
-        count, *shape = sizes_of(tensor)
-        make, part = partial(_one, tensor, entry % count), partial(_part, tensor, entry % count)
-        value = lazy_weight(model.graph, f"{tensor.name}.{entry % count}", tensor.dtype, shape, make, part)
-        ir.convenience.replace_all_uses_with(node.outputs[0], value)
-        model.graph.remove(node, safe=True)
 
 
 def _entry(node: ir.Node, weight: ir.Value) -> int | None:
@@ -201,14 +195,10 @@ def _entry(node: ir.Node, weight: ir.Value) -> int | None:
     return int(index.numpy())
 
 
-def _one(tensor: ir.TensorProtocol, entry: int) -> np.ndarray:
-    found: np.ndarray = part_of(tensor, 0, entry, entry + 1)[0]
-    return found
-
-
 def _part(tensor: ir.TensorProtocol, entry: int, axis: int, start: int, stop: int) -> np.ndarray:
     where = slice(start, stop)
-    return _one(tensor, entry)[where if axis == 0 else (slice(None), where)]
+    found: np.ndarray = part_of(tensor, 0, entry, entry + 1)[0][where if axis == 0 else (slice(None), where)]
+    return found
 
 
 class NodeDeduplicatePass(CountingPass):

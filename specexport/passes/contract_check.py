@@ -1,11 +1,13 @@
 """Does the graph still keep the contract of ``abi``? Changes nothing; runs between all stages."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
 from specexport.ops.spec import DIM_NAMES
-from specexport.passes.base import AS_STORED, CountingPass, attention_nodes, recurrence_nodes
+from specexport.passes.base import AS_STORED, attention_nodes, recurrence_nodes
+from specexport_runtime import abi
 from specexport_runtime.abi import (
     CACHE_INPUTS,
     FEATURES,
@@ -19,53 +21,80 @@ from specexport_runtime.abi import (
     TOKEN_FEATURES,
     TensorSpec,
 )
-from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.executors.ort_gates import LAYER_ON
+from specexport_runtime.executors.paged import ATTENTION_METADATA, BLOCK_TABLE
 
+_TENSORS = [spec for spec in vars(abi).values() if isinstance(spec, TensorSpec)]
+_KNOWN = {spec.name: spec for spec in (*_TENSORS, BLOCK_TABLE, ATTENTION_METADATA, LAYER_ON)}
+_NUMBER = re.compile(r"(?<=\.)\d+$")
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _PICK = {"GatherElements", "GatherND"}  # embeddings are read by Gather
 _REARRANGE = {"Expand", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
 
 
-class ContractCheckPass(CountingPass):
-    """Inputs, outputs, dtypes, shapes, and attention nodes and recurrences, each between its own caches or states."""
+def contract_problems(model: ir.Model, *, cast_to_come: bool = False) -> list[str]:
+    """Everything that is wrong with a graph between passes, one phrase each; empty if nothing is.
 
-    name = "contract-check"
-    reason = "a pass that breaks the graph is named at once, not found in a wrong answer later"
+    Inputs, outputs, dtypes, shapes, and attention nodes and recurrences, each between its own caches or states.
+    """
+    layers, own = _count_layers(model)
+    expected_inputs = list(STEP_INPUTS) + [_numbered(spec, i) for i in range(layers) for spec in CACHE_INPUTS]
+    logits = LOGITS._replace(dtype=_logits_dtype(model)) if cast_to_come else LOGITS
+    expected_outputs = [logits] + [_numbered(spec, i) for i in range(own) for spec in OUTPUTS if spec != LOGITS]
+    recurrences = list(recurrence_nodes(model))
+    if recurrences:
+        expected_inputs.append(STATE_STEPS)
+    for i, node in enumerate(recurrences):
+        rank = len(node.outputs[1].shape or ()) - 2  # sizes of its state
+        expected_inputs += [_state(spec, i, rank) for spec in STATE_INPUTS]
+        expected_outputs += [_state(spec, i, rank) for spec in STATE_OUTPUTS]
+    given = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
+    if TOKEN_FEATURES.name in given or NEXT_FEATURES.name in given:  # a draft head has both
+        expected_inputs.append(TOKEN_FEATURES)
+        expected_outputs.append(NEXT_FEATURES)
+    elif FEATURES.name in given:
+        expected_outputs.append(FEATURES)
+    return [
+        *_compare("input", expected_inputs, model.graph.inputs),
+        *_compare("output", expected_outputs, model.graph.outputs),
+        *_check_attention(model),
+        *_check_recurrences(recurrences),
+        *_check_weights(model),
+    ]
 
-    def rewrite(self, model: ir.Model) -> int:
-        """Raise CheckFailedError if the contract does not hold; always 0 changes."""
-        problems = self.problems(model)
-        if problems:
-            raise CheckFailedError(f"the graph breaks its contract: {'; '.join(problems[:5])}.")
-        return 0
 
-    @staticmethod
-    def problems(model: ir.Model, *, cast_to_come: bool = False) -> list[str]:
-        """Everything that is wrong, one phrase each; empty if nothing is."""
-        layers, own = _count_layers(model)
-        expected_inputs = list(STEP_INPUTS) + [_numbered(spec, i) for i in range(layers) for spec in CACHE_INPUTS]
-        logits = LOGITS._replace(dtype=_logits_dtype(model)) if cast_to_come else LOGITS
-        expected_outputs = [logits] + [_numbered(spec, i) for i in range(own) for spec in OUTPUTS if spec != LOGITS]
-        recurrences = list(recurrence_nodes(model))
-        if recurrences:
-            expected_inputs.append(STATE_STEPS)
-        for i, node in enumerate(recurrences):
-            rank = len(node.outputs[1].shape or ()) - 2  # sizes of its state
-            expected_inputs += [_state(spec, i, rank) for spec in STATE_INPUTS]
-            expected_outputs += [_state(spec, i, rank) for spec in STATE_OUTPUTS]
-        given = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
-        if TOKEN_FEATURES.name in given or NEXT_FEATURES.name in given:  # a draft head has both
-            expected_inputs.append(TOKEN_FEATURES)
-            expected_outputs.append(NEXT_FEATURES)
-        elif FEATURES.name in given:
-            expected_outputs.append(FEATURES)
-        return [
-            *_compare("input", expected_inputs, model.graph.inputs),
-            *_compare("output", expected_outputs, model.graph.outputs),
-            *_check_attention(model),
-            *_check_recurrences(recurrences),
-            *_check_weights(model),
-        ]
+def lowered_problems(model: ir.Model) -> list[str]:
+    """What is wrong with a graph while it is lowered: step inputs may be gone, and caches have another form by now."""
+    graph = model.graph
+    inputs, outputs = ({str(value.name): value for value in values} for values in (graph.inputs, graph.outputs))
+    problems = []
+    for name, value in (inputs | outputs).items():
+        spec = _KNOWN.get(_NUMBER.sub("{i}", name))
+        if spec is None:
+            problems.append(f"{name} is not in the contract")
+        elif spec.dtype not in ("model", "cache") and str(value.dtype).lower() not in (spec.dtype, _onnx(spec.dtype)):
+            problems.append(f"{name} is {value.dtype}, not {spec.dtype}")
+    if LOGITS.name not in outputs:
+        problems.append("there are no logits")
+    for name, value in outputs.items():
+        given = inputs.get(name.replace("_out.", "."))
+        if "_out." in name and (given is None or (given.dtype, given.shape) != (value.dtype, value.shape)):
+            problems.append(f"{name} does not fit into the memory of its input")
+    return [*problems, *_unmade(graph, set())]
+
+
+def _unmade(graph: ir.Graph, made: set[ir.Value]) -> Iterator[str]:
+    """What is read before it is made; a branch reads what is around it too."""
+    made.update(graph.inputs, graph.initializers.values())
+    for node in graph:
+        missing = [value.name for value in node.inputs if value is not None and value not in made]
+        if missing:
+            yield f"{node.name} reads {missing[0]}, which nothing in front of it makes"
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                yield from _unmade(attribute.as_graph(), made)
+        made.update(node.outputs)
+    yield from (f"nothing makes {value.name}" for value in graph.outputs if value not in made)
 
 
 def _count_layers(model: ir.Model) -> tuple[int, int]:

@@ -164,8 +164,8 @@ def _packed(emit: Emitter, group: list[Linear], stem: str) -> ir.Value:
     """The product with all weights, and the sum with all biases (nothing where a layer has none)."""
     tensors = [tensor for layer in group if (tensor := constant_of(layer.weight)) is not None]
     width, depth, dtype = sum(layer.width for layer in group), _dims(group[0].weight)[0], tensors[0].dtype
-    make, part = partial(_concatenate, tensors), partial(_part, tensors, [layer.width for layer in group])
-    weight = lazy_weight(emit.graph, stem, dtype, [depth, width], make, part)
+    part = partial(_part, tensors, [layer.width for layer in group])
+    weight = lazy_weight(emit.graph, stem, dtype, [depth, width], part=part)
     carry_inputs(group[0].weight, weight)  # all of them read the same
     weight.meta[PARTS] = [str(layer.weight.name) for layer in group]
     weight.meta[WIDTHS] = [layer.width for layer in group]
@@ -182,10 +182,6 @@ def _packed(emit: Emitter, group: list[Linear], stem: str) -> ir.Value:
         out = emit.op("Add", out, bias, shape=shape, name=f"{stem}.add")
         out.name = f"{stem}.add.out"
     return out
-
-
-def _concatenate(tensors: list[ir.TensorProtocol]) -> np.ndarray:
-    return np.concatenate([tensor.numpy() for tensor in tensors], axis=1)
 
 
 def _part(tensors: list[ir.TensorProtocol], widths: list[int], axis: int, start: int, stop: int) -> np.ndarray:

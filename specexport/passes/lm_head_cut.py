@@ -60,12 +60,8 @@ def _replace(model: ir.Model, node: ir.Node, index: int, ids: Int32Array, *, axi
     assert value is not None and tensor is not None  # noqa: PT018, S101 - the caller has looked
     shape = sizes_of(tensor)
     shape[axis] = len(ids)
-    make, part = partial(_rows, tensor, ids, axis), partial(_part, tensor, ids, axis)
-    node.replace_input_with(index, lazy_weight(model.graph, f"{value.name}{CUT}", tensor.dtype, shape, make, part))
-
-
-def _rows(tensor: ir.TensorProtocol, ids: Int32Array, axis: int) -> np.ndarray:
-    return np.take(tensor.numpy(), ids, axis=axis)
+    cut = lazy_weight(model.graph, f"{value.name}{CUT}", tensor.dtype, shape, part=partial(_part, tensor, ids, axis))
+    node.replace_input_with(index, cut)
 
 
 def _part(tensor: ir.TensorProtocol, ids: Int32Array, cut: int, axis: int, start: int, stop: int) -> np.ndarray:

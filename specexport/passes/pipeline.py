@@ -19,7 +19,7 @@ from specexport.passes.clean_up import (
     WeightDeduplicatePass,
     WeightRemovePass,
 )
-from specexport.passes.contract_check import ContractCheckPass
+from specexport.passes.contract_check import contract_problems, lowered_problems
 from specexport.passes.lm_head_cut import LmHeadCutPass
 from specexport.passes.logit_row_select import LogitRowSelectPass
 from specexport.passes.precision_cast import PrecisionCastPass
@@ -115,8 +115,19 @@ def run_passes(
     return tuple(report)
 
 
+def run_lowering(ir_model: ir.Model, passes: Sequence[CountingPass]) -> dict[str, int]:
+    """Run the passes of a lowering in place; gives each one's changes. CheckFailedError as :func:`run_passes`."""
+    for item in passes:
+        item(ir_model)
+        _refuse(lowered_problems(ir_model), f"pass {item.name}")
+    return {item.name: item.changes for item in passes}
+
+
 def _check(ir_model: ir.Model, after: str, *, cast_to_come: bool) -> None:
-    problems = ContractCheckPass.problems(ir_model, cast_to_come=cast_to_come)
+    _refuse(contract_problems(ir_model, cast_to_come=cast_to_come), after)
+
+
+def _refuse(problems: Sequence[str], after: str) -> None:
     if problems:
         raise CheckFailedError(f"after {after} the graph breaks its contract: {'; '.join(problems[:5])}.")
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, lazy_weight, part_of
-from specexport.passes.base import CountingPass, constant_of, sizes_of
+from specexport.passes.base import CountingPass, constant_of, fold_into, sizes_of
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import CheckFailedError, RecipeError
 
@@ -46,12 +46,9 @@ class PrecisionCastPass(CountingPass):
                 continue
             if weight in model.graph.outputs or not all(self._casts_to_model(node) for node in readers):
                 continue
-            make, part = partial(_cast, tensor, self.dtype), partial(_part, tensor, self.dtype)
-            value = lazy_weight(model.graph, f"{weight.name}.cast", self.dtype, sizes_of(tensor), make, part)
-            for node in readers:
-                ir.convenience.replace_all_uses_with(node.outputs[0], value)
-                model.graph.remove(node, safe=True)
-            del model.graph.initializers[str(weight.name)]
+            part = partial(_part, tensor, self.dtype)
+            value = lazy_weight(model.graph, f"{weight.name}.cast", self.dtype, sizes_of(tensor), part=part)
+            fold_into(model, weight, readers, value)
             converted += len(readers)
         return converted
 
@@ -71,10 +68,6 @@ class PrecisionCastPass(CountingPass):
         emit.place()
         model.graph.outputs[position] = cast
         return 1
-
-
-def _cast(tensor: ir.TensorProtocol, dtype: ir.DataType) -> np.ndarray:
-    return tensor.numpy().astype(dtype.numpy())
 
 
 def _part(tensor: ir.TensorProtocol, dtype: ir.DataType, axis: int, start: int, stop: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import lazy_weight, part_of
-from specexport.passes.base import CountingPass, constant_of, sizes_of
+from specexport.passes.base import CountingPass, constant_of, fold_into, sizes_of
 
 FOLDED = ".transposed"
 """What is added to the name of a weight that was transposed."""
@@ -45,13 +45,9 @@ class TransposeFoldPass(CountingPass):
     ) -> None:
         sizes = sizes_of(tensor)
         shape = [sizes[axis] for axis in perm]
-        make, part = partial(_transposed, tensor, perm), partial(_part, tensor, perm)
-        value = lazy_weight(model.graph, f"{weight.name}{FOLDED}", tensor.dtype, shape, make, part)
-        for node in readers:
-            ir.convenience.replace_all_uses_with(node.outputs[0], value)
-            model.graph.remove(node, safe=True)
-        if not weight.uses():
-            del model.graph.initializers[str(weight.name)]
+        part = partial(_part, tensor, perm)
+        value = lazy_weight(model.graph, f"{weight.name}{FOLDED}", tensor.dtype, shape, part=part)
+        fold_into(model, weight, readers, value)
 
 
 def _has_perm(node: ir.Node) -> bool:
@@ -61,10 +57,6 @@ def _has_perm(node: ir.Node) -> bool:
 def _is_multiplied(transpose: ir.Node) -> bool:
     """Whether only products ``x @ Transpose(W)`` read it."""
     return all(use.node.op_type == "MatMul" and use.idx == 1 for use in transpose.outputs[0].uses())
-
-
-def _transposed(tensor: ir.TensorProtocol, perm: tuple[int, ...]) -> np.ndarray:
-    return np.ascontiguousarray(tensor.numpy().transpose(perm))
 
 
 def _part(tensor: ir.TensorProtocol, perm: tuple[int, ...], axis: int, start: int, stop: int) -> np.ndarray:

@@ -51,7 +51,7 @@ def test_vocabularies_of_which_only_the_loaded_models_show_that_they_share_too_l
     refuse_cli: Refuse, tiny_pair: TinyPair, tiny_bundle: Path, copied: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     # A hub id or a GGUF file has no tokenizer.json to look into beforehand.
-    monkeypatch.setattr("specexport.compile.pipeline._check_tokenizer_files", lambda _plan: None)
+    monkeypatch.setattr("specexport.compile.pipeline.check_tokenizer_files", lambda _plan: None)
     rename_tokens(copied)
     line = refuse_cli(*build_args(tiny_pair.target, "--draft", copied, "--no-check", out=tmp_path / "out"))
     assert SHARED in line
@@ -131,7 +131,7 @@ def test_a_defect_of_ours_keeps_its_traceback(run_cli, tiny_pair, tmp_path, monk
     def fail(*_args: object) -> str:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("specexport.compile.pipeline.hash_sources", fail)
+    monkeypatch.setattr("specexport.compile.plan.hash_sources", fail)
     result = run_cli(*build_args(tiny_pair.target, out=tmp_path / "out"))
     assert isinstance(result.exception, ZeroDivisionError)
     assert any("Please report it" in note for note in result.exception.__notes__)

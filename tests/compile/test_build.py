@@ -19,7 +19,6 @@ from specexport.compile.part import STAGES
 from specexport.compile.pipeline import build_bundle
 from specexport.inspect import describe
 from specexport.progress import ProgressEvent
-from specexport.recipe import resolve_recipe
 from specexport.rounding import LogitTolerance
 from specexport.verify.checkpoint import EagerModel, eager_references, recorded_rounding
 from specexport_runtime.bundle.entry import Gates
@@ -184,26 +183,6 @@ def test_a_damaged_bundle_is_not_up_to_date(tiny_pair: TinyPair, tiny_bundle: Pa
     check_files(out, load_manifest(out).files)
 
 
-def test_a_damaged_cache_entry_is_built_again(tiny_pair, tiny_bundle, tmp_path, monkeypatch):
-    shared = EngineCache()
-    shutil.copytree(shared.folder.parent, tmp_path / "cache")
-    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
-    cache = EngineCache()
-    assert cache.folder.parent == tmp_path / "cache"
-    # Every entry of this draft, known by its bytes: other tests put smaller models into the same cache.
-    weights = (tiny_bundle / "draft" / "model.onnx.data").read_bytes()
-    entries = [path for path in cache.folder.glob("*/model.onnx.data") if path.read_bytes() == weights]
-    assert entries
-    for path in entries:
-        flip_byte(path)
-    result = build_bundle(tiny_pair.recipe(tmp_path / "out"))
-    assert result.reused == ("target",)
-    check_files(tmp_path / "out", load_manifest(tmp_path / "out").files)
-    assert result.manifest.files["draft/model.onnx.data"] == load_manifest(tiny_bundle).files["draft/model.onnx.data"]
-    shutil.rmtree(tmp_path / "out")
-    assert build_bundle(tiny_pair.recipe(tmp_path / "out")).reused == ("target", "draft")
-
-
 def test_changed_weights_are_another_engine_and_another_name_is_not(tiny_pair, tiny_bundle, tmp_path):
     shutil.copytree(tiny_pair.draft, tmp_path / "renamed")
     recipe = tiny_pair.recipe(tmp_path / "out", draft=str(tmp_path / "renamed"))
@@ -351,15 +330,14 @@ def test_the_torch_weights_are_gone_before_the_check(tied, tiny_pair, tmp_path, 
 
 
 def test_engines_that_were_measured_on_other_texts_are_not_reused(tiny_pair, tmp_path, monkeypatch):
-    from specexport.compile import pipeline
+    from specexport.compile import plan
 
     def keys(**values: str) -> Any:
-        whole = tiny_pair.recipe(tmp_path / "bundle", draft_quantize=None, draft_vocab_size=None, **values)
-        recipe = resolve_recipe(whole, [256, 256])
-        return pipeline._make_plan(recipe, pipeline._find_models(recipe)).engine_keys
+        recipe = tiny_pair.recipe(tmp_path / "bundle", draft_quantize=None, draft_vocab_size=None, **values)
+        return plan.make_plan(recipe).engine_keys
 
     before = keys(quantize="int4"), keys(), keys(quantize="int8")
-    monkeypatch.setattr(pipeline, "read_counting_texts", lambda _: ("other texts",))
+    monkeypatch.setattr(plan, "read_counting_texts", lambda _: ("other texts",))
     after = keys(quantize="int4"), keys(), keys(quantize="int8")
     assert before[0]["target"] != after[0]["target"]
     assert before[0]["draft"] == after[0]["draft"], "it is not quantized"

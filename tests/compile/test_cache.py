@@ -14,7 +14,7 @@ from specexport.compile.built import BuiltModel, EngineCheck
 from specexport.compile.bundle import write_bundle
 from specexport.compile.cache import EngineCache, cache_folder
 from specexport.compile.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, hash_sources, needed_sources
-from specexport.recipe import BuildRecipe
+from specexport.recipe import BuildRecipe, resolve_parts, settled
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import load_manifest
@@ -129,7 +129,8 @@ def test_ids_that_the_model_has_no_row_for_end_nothing(tmp_path: Path) -> None:
     tokenizer = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}).encode()
     built = dataclasses.replace(built, tokenizer_json=tokenizer, eos_token_ids=(2, -1, 8, 7))
     recipe = BuildRecipe(target="t", output="o", max_model_len=32)
-    write_bundle(tmp_path / "bundle", recipe=recipe, build_key=KEY, tools={}, models={"target": built})
+    settings = settled(recipe, resolve_parts(recipe, {"target": False}))
+    write_bundle(tmp_path / "bundle", settings=settings, build_key=KEY, tools={}, models={"target": built})
     assert load_manifest(tmp_path / "bundle").vocabulary.eos_token_ids == (2, 7)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from specexport.compile import draft_guesses, draft_trial, pipeline
+from specexport.compile import draft_guesses, draft_trial, plan
 from specexport.compile.built import BuiltModel
 from specexport.compile.draft_cuts import read_counting_texts
 from specexport.compile.draft_guesses import Text, guess_texts, held_out, write_texts
@@ -99,7 +99,7 @@ def test_what_the_target_writes_and_who_guesses_it(tiny_bundle: Path) -> None:
 
 @pytest.fixture
 def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    monkeypatch.setattr(pipeline, "LEAST_BYTES", 0)
+    monkeypatch.setattr(plan, "LEAST_BYTES", 0)
     monkeypatch.setattr(draft_trial, "HEAD_SIZES", (150, 40))
     monkeypatch.setattr(draft_trial, "MARGIN", -1.0)  # other weights are tried however little they promise
     return monkeypatch
@@ -304,7 +304,7 @@ def test_a_draft_that_cannot_be_tried_is_what_it_was(work, least, why, tiny_pair
     def guess(*_: Any) -> Any:
         raise SpecexportError("the draft breaks.")
 
-    trying.setattr(pipeline, "LEAST_BYTES", least)
+    trying.setattr(plan, "LEAST_BYTES", least)
     trying.setattr(draft_guesses, "_MOST_WORK", work)
     trying.setattr(draft_trial, "guess_texts", guess)
     draft = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b"), use_cache=False))

@@ -101,15 +101,9 @@ def test_bad_input_is_one_line(refuse_cli: Refuse, tiny_pair: TinyPair, tmp_path
     pair = ("build", tiny_pair.target, "--draft", tiny_pair.draft, "-o", tmp_path / "out", "-q")
     beyond = refuse_cli(*pair, "--draft-vocab-size", 301)
     assert "draft_vocab_size is 301, a vocabulary size beyond the draft's: its LM head has 300 rows" in beyond
-    assert "draft_vocab_size is 0" in refuse_cli(*pair, "--draft-vocab-size", 0)
-    whole = ("--draft-quantize", "none", "--draft-vocab-size", "all")
-    assert "say how many tokens or layers stay" in refuse_cli(*pair, *whole, "--draft-vocab-texts", tmp_path)
     assert "has no text" in refuse_cli(*pair, "--draft-vocab-texts", tmp_path), "forms are tried on them"
     assert "'most' is neither a whole number nor 'auto' nor 'all'" in refuse_cli(*pair, "--draft-vocab-size", "most")
     assert "does not exist" in refuse_cli(*pair, "--draft-vocab-size", 9, "--draft-vocab-texts", tmp_path / "none")
-    alone = ("build", tiny_pair.target, "-o", tmp_path / "out", "-q")
-    assert "draft_vocab_size is given and draft is not" in refuse_cli(*alone, "--draft-vocab-size", 9)
-    assert "draft_vocab_texts is given and draft is not" in refuse_cli(*alone, "--draft-vocab-texts", "x")
 
 
 @pytest.mark.parametrize(("key", "value"), [("draft_vocab_size", 40), ("draft_layers", 3)])
@@ -124,9 +118,6 @@ def test_a_recipe_names_texts_beside_itself(key: str, value: int, tiny_pair: Tin
     assert made.draft_vocab_texts == str(tmp_path / "texts")
     assert made.settings()[key] == value
     assert str(tmp_path) not in json.dumps(made.settings())
-    for wrong in ("40", 3.0, *([True] if key == "draft_layers" else [])):
-        with pytest.raises(RecipeError, match=f"{key} is {wrong!r}, not a whole number"):
-            make_recipe({key: wrong}, recipe)
 
 
 @pytest.fixture(scope="module")

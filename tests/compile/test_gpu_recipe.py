@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from specexport.backends import present_gpu, tensorrt, trt_package
+from specexport.backends.base import PartRecipe
 from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
 from specexport.backends.registry import BACKENDS
 from specexport.backends.tensorrt import plan_folding, plan_memory, require_gpu_memory, require_host_memory
 from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, known_architectures, resolve_architectures
-from specexport.compile import model, pipeline
+from specexport.compile import model, pipeline, plan
 from specexport.lowering import trt_native
 from specexport.lowering.trt_native import mask_heads
-from specexport.recipe import make_recipe, resolve_recipe
+from specexport.recipe import AUTO_MODEL_LEN, BuildRecipe, make_recipe, resolve_parts, settled
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import IncompatibleError, RecipeError
 from tests.support.cases.refusals import Refuse
@@ -39,21 +40,26 @@ def without_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("given", ["89", 89, "sm89", "SM_89", "8.9"])
 def test_every_spelling_of_an_architecture(given: object) -> None:
     assert make_recipe(GIVEN | {"sm": given}).sm == make_recipe(GIVEN | {"sm": [given, "89"]}).sm == ("89",)
-    assert resolve_recipe(make_recipe(GIVEN | {"sm": ["any", given, "any"]}), [None]).sm == ("any", "89")
+    assert make_recipe(GIVEN | {"sm": ["any", given, "any"]}).sm == ("any", "89")
+
+
+def target_of(recipe: BuildRecipe) -> PartRecipe:
+    return resolve_parts(recipe, {"target": False}, recipe.sm)["target"]
 
 
 def test_the_defaults_of_a_gpu_recipe() -> None:
-    recipe = resolve_recipe(make_recipe(GIVEN | {"sm": ["89", "120"]}), [None])
-    assert (recipe.dtype, recipe.max_num_seqs, recipe.max_num_tokens) == ("float16", 8, None)
-    assert {name: make_recipe(GIVEN | {"backend": name}).lookahead for name in BACKENDS} == {
+    recipe = make_recipe(GIVEN | {"sm": ["89", "120"]})
+    part = target_of(recipe)
+    assert (part.dtype, part.max_num_seqs, part.max_num_tokens) == ("float16", 8, 0)
+    assert {name: target_of(make_recipe(GIVEN | {"backend": name})).lookahead for name in BACKENDS} == {
         "ort-cpu": 8, "ort-cuda": 8, "tensorrt": 8, "tensorrt-rtx": 4,
     }  # fmt: skip
-    assert make_recipe(GIVEN | {"lookahead": 8}).lookahead == 8
+    assert target_of(make_recipe(GIVEN | {"lookahead": 8})).lookahead == 8
     assert recipe.settings()["sm"] == ["89", "120"]
     for backend in ("ort-cpu", "ort-cuda"):  # which fix no limits
         for limits in ({"max_num_seqs": 300, "max_num_tokens": 9000}, {"max_num_seqs": None, "max_num_tokens": None}):
-            resolved = resolve_recipe(make_recipe(GIVEN | {"backend": backend} | limits), [None])
-            assert {name: getattr(resolved, name) for name in limits} == limits
+            recipe = make_recipe(GIVEN | {"backend": backend} | limits)
+            assert settled(recipe, {"target": target_of(recipe)}).items() >= limits.items()
 
 
 def masks(heads: int, size: int, fold: int) -> int:
@@ -68,9 +74,9 @@ def masks(heads: int, size: int, fold: int) -> int:
 )
 def test_every_usual_geometry_is_folded_by_the_defaults(backend, role, heads, size, monkeypatch):
     monkeypatch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT",))
-    recipe = resolve_recipe(make_recipe(GIVEN | {"backend": backend}), [None])
-    fold, capacity = most_new_tokens(role, recipe.lookahead), engine_kv_capacity(recipe.max_model_len, recipe.lookahead)
-    limits = {"max_num_seqs": recipe.max_num_seqs, "kv_capacity": capacity, "max_num_tokens": recipe.max_num_tokens}
+    recipe = target_of(make_recipe(GIVEN | {"backend": backend}))
+    fold, capacity = most_new_tokens(role, recipe.lookahead), engine_kv_capacity(AUTO_MODEL_LEN, recipe.lookahead)
+    limits = {"max_num_seqs": recipe.max_num_seqs, "kv_capacity": capacity, "max_num_tokens": None}
     count = masks(heads, size, fold)
     found = plan_folding(fold, count, **limits)
     assert count == heads
@@ -94,31 +100,6 @@ def test_a_prefill_that_was_asked_for_stays_and_nothing_is_folded_below_the_smal
     assert (long.fold, long.max_num_tokens) == (1, 512), "60 tokens would fit"
     assert plan_folding(5, 32, max_num_seqs=4, kv_capacity=32784, max_num_tokens=None)[:2] == (5, 125)
     assert plan_folding(5, 0, **limits, max_num_tokens=None) == (5, 512, ""), "written out: there are no masks"
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"sm": "ninety"}, "sm 'ninety' is not a compute capability"),
-        ({"sm": ["all"]}, "sm 'all'"),
-        ({"self_draft": True}, "self_draft is given, and backend tensorrt-rtx"),
-        ({"backend": "tensorrt", "self_draft": True}, "self_draft is given, and backend tensorrt"),
-        ({"self_draft": "yes"}, "not true or false"),
-        ({"lowering": "plugin"}, "lowering is given, and backend tensorrt-rtx fixes nothing of the kind"),
-        ({"backend": "tensorrt", "lowering": "native"}, "lowering 'native' cannot be built for backend tensorrt"),
-        ({"max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 256"),
-        ({"max_num_tokens": 10**6}, "max_num_tokens is 1000000, outside"),
-        ({"gpu_memory_gb": -1.0}, "gpu_memory_gb is -1.0"),
-        ({"backend": "ort-cpu", "sm": "89"}, "sm is given, and backend ort-cpu fixes nothing of the kind"),
-        ({"backend": "ort-cuda", "max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 4096"),
-        ({"backend": "ort-cpu", "lowering": "plugin"}, "lowering is given"),
-    ],
-)
-def test_values_that_are_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        make_recipe(GIVEN | values)
-    assert words in caught.value.message
-    assert caught.value.hint
 
 
 def test_tensorrt_rtx_builds_for_the_architectures_it_has_and_by_default_for_the_gpu_here(no_gpu, monkeypatch):
@@ -215,7 +196,7 @@ def test_what_only_a_cpu_computes_is_refused_by_name(
         target = session_dir / f"refused-{name}"
         if not target.is_dir():
             save_checkpoint(make_model(*models[name]), target)
-    for module in (model, pipeline):
+    for module in (model, pipeline, plan):
         monkeypatch.setattr(module, "require_export_stack", lambda _: None)
     monkeypatch.setattr(tensorrt, "resolve_architectures", lambda _, given: given)
     options = [] if backend == "ort-cuda" else ["--sm", "89"]

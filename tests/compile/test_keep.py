@@ -11,12 +11,13 @@ import pytest
 from specexport.compile.pipeline import BuildResult, build_bundle
 from specexport.inspect import describe
 from specexport.passes.block_format import unpack
-from specexport.recipe import BuildRecipe, settle_quantization
+from specexport.recipe import BuildRecipe, resolve_parts
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import RecipeError
 from tests.support.cases.refusals import RunCli
 from tests.support.models.tiny_gguf import MIXED_EXPERTS, write_experts, write_gguf
 from tests.support.models.tiny_models import GROUPED, make_model
+from tests.support.references.drafted import check_text
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]
 WIDE = GROUPED | {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
@@ -130,15 +131,10 @@ def test_speculative_text_is_plain_text(tmp_path: Path) -> None:
         "draft": "keep",
     }
     with closing(SpecEngine.load(tmp_path / "out", max_num_seqs=4, num_threads=1, spin=False)) as engine:
-        params = SamplingParams(max_tokens=24, ignore_eos=True)
-        plain = [engine.generate(prompt, params, speculation=False)[0].token_ids for prompt in PROMPTS]
         for drafter in ("draft-model", "lookup"):
-            drafted = 0
-            for lookahead in range(1, 9):
-                results = engine.generate(PROMPTS, params, drafter=drafter, num_speculative_tokens=lookahead)
-                assert [found.token_ids for found in results] == plain, f"{drafter}, K={lookahead}"
-                drafted += sum(found.stats.drafted for found in results)
-            assert drafted > 0
+            params = SamplingParams(max_tokens=24, ignore_eos=True)
+            stats = check_text(engine, PROMPTS, params, range(1, 9), drafter)
+            assert sum(each.drafted for some in stats for each in some) > 0
 
 
 @pytest.mark.whole
@@ -209,10 +205,9 @@ def test_what_has_no_home_is_refused(tmp_path: Path, run_cli: RunCli) -> None:
 def test_float_checkpoints_have_nothing_to_keep(tmp_path: Path) -> None:
     recipe = BuildRecipe(str(tmp_path), str(tmp_path / "out"), quantize="keep")
     with pytest.raises(RecipeError, match="float weights"):
-        settle_quantization(recipe, quantized={"target": False, "draft": False})
-    assert settle_quantization(replace(recipe, quantize=None), quantized={"target": False}).quantize is None
-    assert settle_quantization(replace(recipe, quantize=None), quantized={"target": True}).quantize == "keep"
-    assert settle_quantization(replace(recipe, quantize="int8"), quantized={"target": True}).quantize == "int8"
+        resolve_parts(recipe, {"target": False})
+    for asked, holds, found in ((None, False, "none"), (None, True, "keep"), ("int8", True, "int8")):
+        assert resolve_parts(replace(recipe, quantize=asked), {"target": holds})["target"].quantize == found
 
 
 @pytest.mark.whole

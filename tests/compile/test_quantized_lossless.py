@@ -1,18 +1,14 @@
 """Losslessness of weights or caches of few bits, for every way to draft: greedy at every K, sampled by exact odds."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specexport.compile.pipeline import build_bundle
-from specexport.verify.goodness_of_fit import judge
-from specexport.verify.logit_tree import LogitTree, Partition, conditional
-from specexport.verify.logits import check_neighbours, make_sequences
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.requests.layer_choice import LayerRules
-from specexport_runtime.sampling.sampler import Sampler
+from tests.support.references.drafted import Odds, check_text
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]
 RULES = LayerRules(threshold=None, period=2, keep_last=None)  # tiny models have two layers
@@ -24,7 +20,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "lookup": {"drafter": "lookup"},
     "chained": {"drafter": "chained"},
 }
-DEPTH, RUNS = 3, 400
 
 
 @pytest.fixture(
@@ -40,22 +35,11 @@ def engine(request, tiny_pair, tmp_path_factory):
     loaded.close()
 
 
-def test_a_token_has_the_same_bits_in_any_step(engine: SpecEngine) -> None:
-    texts = [engine.encode(prompt) for prompt in PROMPTS]
-    sequences = make_sequences(texts, engine.target.vocab_size, lookahead=8, max_model_len=engine.max_model_len)
-    assert check_neighbours("target", engine.target, sequences, lookahead=8).passed
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_greedy_text_is_plain_text_at_every_lookahead(engine: SpecEngine, way: str) -> None:
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    plain = [result.token_ids for result in engine.generate(PROMPTS, params, speculation=False)]
-    drafted = 0
-    for lookahead in (*range(1, 9), "auto"):
-        results = engine.generate(PROMPTS, params, num_speculative_tokens=lookahead, **WAYS[way])
-        assert [result.token_ids for result in results] == plain, f"K={lookahead}"
-        drafted += sum(result.stats.drafted for result in results)
-    assert drafted > 0
+    stats = check_text(engine, PROMPTS, params, (*range(1, 9), "auto"), **WAYS[way])
+    assert sum(each.drafted for some in stats for each in some) > 0
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -63,21 +47,7 @@ def test_greedy_text_is_plain_text_at_every_lookahead(engine: SpecEngine, way: s
 def test_sampled_text_has_the_distribution_of_the_quantized_target(
     engine: SpecEngine, way: str, lookahead: int | str
 ) -> None:
-    params = SamplingParams(temperature=1.0, top_k=6)
-    prompt = engine.encode(PROMPTS[0])
-    tree = LogitTree(engine.target, prompt)
-    partition = Partition(conditional(tree, Sampler(params, prompt, tree.vocab_size)), DEPTH, RUNS)
-    each = [replace(params, seed=i, max_tokens=DEPTH + 1, ignore_eos=True) for i in range(RUNS)]
-    results = engine.generate([prompt] * RUNS, each, num_speculative_tokens=lookahead, **WAYS[way])
-    outcomes = [tuple(result.token_ids[:DEPTH]) for result in results]
-    assert judge("engine", way, 0, partition, outcomes, DEPTH, 1e-4).passed
-
-
-def test_the_sampled_test_sees_another_temperature(engine: SpecEngine) -> None:
-    prompt = engine.encode(PROMPTS[0])
-    tree = LogitTree(engine.target, prompt)
-    wanted = SamplingParams(temperature=1.0, top_k=6)
-    partition = Partition(conditional(tree, Sampler(wanted, prompt, tree.vocab_size)), DEPTH, RUNS)
-    each = [SamplingParams(temperature=0.2, top_k=6, seed=i, max_tokens=DEPTH, ignore_eos=True) for i in range(RUNS)]
-    outcomes = [tuple(result.token_ids) for result in engine.generate([prompt] * RUNS, each, drafter="none")]
-    assert not judge("engine", "colder", 0, partition, outcomes, DEPTH, 1e-4).passed
+    odds = Odds(engine, engine.encode(PROMPTS[0]), SamplingParams(temperature=1.0, top_k=6))
+    assert odds.fit(engine, num_speculative_tokens=lookahead, **WAYS[way])
+    colder = SamplingParams(temperature=0.2, top_k=6)
+    assert (way, lookahead) != ("lookup", 3) or not odds.fit(engine, colder, drafter="none"), "the test sees nothing"

@@ -2,18 +2,24 @@ from pathlib import Path
 
 import pytest
 
+from specexport.backends.registry import BACKENDS
 from specexport.recipe import (
     AUTO_MODEL_LEN,
     BuildRecipe,
     load_recipe_file,
     make_recipe,
-    model_dtype,
-    resolve_recipe,
-    rounding,
+    model_len,
+    resolve_parts,
+    settled,
 )
 from specexport_runtime.errors import RecipeError
 
 RECIPES = Path(__file__).parents[2] / "engines" / "recipes"
+
+
+RTX = {"backend": "tensorrt-rtx"}
+TWO = ("sql=a", "poems=b")
+WHOLE = {"draft": "d", "draft_quantize": "none", "draft_vocab_size": "all"}
 
 
 def write(folder: Path, text: str) -> Path:
@@ -26,10 +32,13 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, 'target = "/t"\noutput = "/o"\nlookahead = 3\nmax_model_len = 100\n')
     recipe = make_recipe({"lookahead": 5, "draft": None}, path)
     assert (recipe.target, recipe.output, recipe.lookahead, recipe.max_model_len) == ("/t", "/o", 5, 100)
-    assert recipe.quantization_of("target") is recipe.quantization_of("draft") is None
+    assert recipe.quantize is recipe.draft_quantize is None
     assert make_recipe({"kv_cache_dtype": "auto"}, path).kv_cache_dtype is None, "the dtype of the model"
-    recipe = make_recipe({"draft": "d", "quantize": "int4", "draft_quantize": "int8"}, path)
-    assert (recipe.quantization_of("target"), recipe.quantization_of("draft")) == ("int4", "int8")
+    parts = resolve_parts(
+        make_recipe({"draft": "d", "quantize": "int4", "draft_quantize": "int8"}, path),
+        {"target": False, "draft": True},
+    )
+    assert {role: part.quantize for role, part in parts.items()} == {"target": "int4", "draft": "int8"}
     with pytest.raises(RecipeError, match="No such file"):
         make_recipe({}, tmp_path / "none.toml")
 
@@ -86,6 +95,36 @@ def test_a_bad_recipe_file_is_refused_by_name(tmp_path: Path, text: str, words: 
         ({"quantize_lm_head": "no"}, "quantize_lm_head is 'no', not true or false"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'"),
         ({"kv_cache_dtype": "int8", "backend": "ort-cuda"}, "kv_cache_dtype is given, and backend ort-cuda fixes"),
+        ({"draft": "d", "draft_layers": 0}, "draft_layers is 0."),
+        ({"draft": "d", "draft_layers": True}, "draft_layers is True, not a whole number"),
+        ({"draft_layers": 1}, "draft_layers is given and draft is not"),
+        ({"draft": "d", "draft_vocab_size": 0}, "draft_vocab_size is 0."),
+        ({"draft": "d", "draft_vocab_size": "40"}, "draft_vocab_size is '40', not a whole number"),
+        ({"draft": "d", "draft_vocab_size": 3.0}, "draft_vocab_size is 3.0, not a whole number"),
+        ({"draft_vocab_size": 9}, "draft_vocab_size is given and draft is not"),
+        ({"draft_vocab_texts": "x"}, "draft_vocab_texts is given and draft is not"),
+        (WHOLE | {"draft_vocab_texts": "x"}, "draft_vocab_texts is given, and neither draft_vocab_size nor"),
+        ({"head": "h", "draft": "d"}, "draft and head are both given"),
+        ({"head": "h", "self_draft": True}, "head and self_draft are both given"),
+        ({"head": "h", "draft_quantize": "keep"}, "draft heads hold float weights"),
+        ({"lora": TWO, "lora_mode": "merge"}, "2 LoRA adapters are to be merged"),
+        ({"lora": TWO[:1], "lora_mode": "blend"}, "lora_mode is 'blend'"),
+        ({"lora_mode": "choose"}, "lora_mode is given and lora is not"),
+        *(({"lora": TWO, "backend": name}, f"backend {name} cannot do that") for name in ("ort-cuda", "tensorrt")),
+        (RTX | {"lora": TWO}, "backend tensorrt-rtx cannot do that"),
+        (RTX | {"sm": "ninety"}, "sm 'ninety' is not a compute capability"),
+        (RTX | {"sm": ["all"]}, "sm 'all'"),
+        (RTX | {"self_draft": True}, "self_draft is given, and backend tensorrt-rtx"),
+        ({"backend": "tensorrt", "self_draft": True}, "self_draft is given, and backend tensorrt"),
+        (RTX | {"self_draft": "yes"}, "not true or false"),
+        (RTX | {"lowering": "plugin"}, "lowering is given, and backend tensorrt-rtx fixes nothing of the kind"),
+        ({"backend": "tensorrt", "lowering": "native"}, "lowering 'native' cannot be built for backend tensorrt"),
+        (RTX | {"max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 256"),
+        (RTX | {"max_num_tokens": 10**6}, "max_num_tokens is 1000000, outside"),
+        (RTX | {"gpu_memory_gb": -1.0}, "gpu_memory_gb is -1.0"),
+        ({"sm": "89"}, "sm is given, and backend ort-cpu fixes nothing of the kind"),
+        ({"backend": "ort-cuda", "max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 4096"),
+        ({"lowering": "plugin"}, "lowering is given"),
     ],
 )
 def test_values_out_of_range_are_refused(values: dict[str, object], words: str) -> None:
@@ -103,10 +142,7 @@ def test_values_out_of_range_are_refused(values: dict[str, object], words: str) 
     ],
 )  # fmt: skip
 def test_auto_is_resolved(asked: int | str, limits: list[int | None], expected: int) -> None:
-    recipe = BuildRecipe(target="t", output="some/folder", max_model_len=asked)  # type: ignore[arg-type]
-    resolved = resolve_recipe(recipe, limits)
-    assert resolved.max_model_len == expected
-    assert (resolved.dtype, resolved.name) == ("float32", "folder")
+    assert model_len(asked, limits) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
@@ -136,6 +172,21 @@ def test_other_names_of_a_dtype_are_kept_by_its_own(tmp_path: Path, given: str, 
 def test_on_a_cpu_a_dtype_rounds_float_weights_and_nothing_else(backend: str, dtype: str) -> None:
     recipe = BuildRecipe(target="t", output="o", draft="d", backend=backend, dtype=dtype, draft_quantize="int4")
     on_cpu = backend == "ort-cpu"
-    assert model_dtype(recipe) == ("float32" if on_cpu else {"auto": "float16"}.get(dtype, dtype))
-    assert rounding(recipe, "target") == ("bfloat16" if on_cpu and dtype == "bfloat16" else None)
-    assert rounding(recipe, "draft") is None
+    part = resolve_parts(recipe, {"target": False, "draft": False})["draft"]
+    assert part.model_dtype == part.kv_cache_dtype == ("float32" if on_cpu else {"auto": "float16"}.get(dtype, dtype))
+    assert part.rounding(None) == ("bfloat16" if on_cpu and dtype == "bfloat16" else None)
+    assert part.rounding(part.quantize) is None
+
+
+def test_what_a_recipe_leaves_open_is_settled_once() -> None:
+    recipe = BuildRecipe(target="t", output="some/folder", draft="d")
+    parts = resolve_parts(recipe, {"target": False, "draft": True})
+    assert not any(None in vars(part).values() for part in parts.values())
+    expected = {"dtype": "float32", "name": "folder", "lookahead": 8, "quantize": None, "draft_quantize": "keep"}
+    assert settled(recipe, parts, max_model_len=99).items() >= (expected | {"max_model_len": 99}).items()
+    for backend in BACKENDS:  # one adapter is merged anywhere
+        assert BuildRecipe(target="t", output="o", backend=backend, lora=(("sql", "a"),)).lora
+    head = resolve_parts(
+        BuildRecipe(target="t", output="o", head="h", quantize="int4"), {"target": False, "head": True}
+    )
+    assert head["head"].quantize == "int8", "what is quantized for speed is drafted for in the same way"

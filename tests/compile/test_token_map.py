@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from specexport.checkpoint.vocabulary import read_vocabulary
-from specexport.compile import draft_trial, pipeline
+from specexport.compile import draft_trial, plan
 from specexport.compile import token_map as module
 from specexport.compile.pipeline import build_bundle
+from specexport.compile.plan import make_plan
 from specexport.compile.token_map import MOST_PIECES, Side, check_shared, find_shared
 from specexport.compile.vocabulary import check_vocabularies, draftable_size
 from specexport.recipe import BuildRecipe
@@ -176,7 +177,7 @@ def test_the_drafts_layers_are_looked_at_in_its_own_tokens(step: str, pair: Path
 def test_a_draft_is_another_engine_beside_a_target_with_another_vocabulary(pair: Path, tmp_path: Path) -> None:
     def key(**values: str) -> str:
         recipe = _recipe(pair, tmp_path / "b", **values)
-        return dict(pipeline._make_plan(recipe, pipeline._find_models(recipe)).engine_keys)["draft"]
+        return make_plan(recipe).engine_keys["draft"]
 
     assert key() == key() != key(target=str(pair / "draft"))
 
@@ -306,7 +307,7 @@ def test_a_quantized_draft_is_scored_on_texts_in_its_own_tokens(pair: Path, tmp_
 
 
 def test_a_draft_whose_form_is_tried_reads_texts_in_its_own_tokens(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "LEAST_BYTES", 0)
+    monkeypatch.setattr(plan, "LEAST_BYTES", 0)
     monkeypatch.setattr(draft_trial, "HEAD_SIZES", (100,))
     result = build_bundle(_recipe(pair, tmp_path / "b"))
     trial = result.manifest.models["draft"].trial

@@ -25,9 +25,10 @@ from tests.support.models.pairs import TinyPair
 
 def lower_toy(ir_model: Any) -> None:
     """Added file 1, the lowering: attention by operators that ONNX Runtime has, nothing fused."""
-    from specexport.lowering.ort_cpu import lower_ort_cpu
+    from specexport.lowering.ort_cpu import operator_passes
+    from specexport.passes.pipeline import run_lowering
 
-    lower_ort_cpu(ir_model)
+    run_lowering(ir_model, operator_passes())
 
 
 class Toy(Backend):

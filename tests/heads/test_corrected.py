@@ -21,8 +21,8 @@ from specexport_runtime.requests.draft_exit import DraftExitParams
 from tests.support.models.head_bundles import Watch, build, opened
 from tests.support.models.loading import config_of, load
 from tests.support.models.tiny_corrected import DIALECTS, deepspec, zlab2
-from tests.support.models.tiny_dflash import MASK, zlab
-from tests.support.models.tiny_heads import HIDDEN, IDS, LAYERS, VOCAB, edit
+from tests.support.models.tiny_dflash import MASK
+from tests.support.models.tiny_heads import HIDDEN, IDS, LAYERS, VOCAB
 from tests.support.models.tiny_models import make_llama, save_checkpoint
 from tests.support.references.drafted import PROMPTS, check_drafts_of
 from tests.support.references.reference_corrected import Walk, context_of, draft, logits_of, states_of, target_context
@@ -225,42 +225,6 @@ def test_readings_and_defaults(target: Any, tmp_path: Path) -> None:
     assert dspark.KIND.readings(config, LAYERS)[-1].change == "from_anchor false"
     DIALECTS["speculators spark"](tmp_path / "c", target)
     assert not config_of(tmp_path / "c")[1].from_anchor
-
-
-@pytest.mark.parametrize(
-    ("make", "values", "said"),
-    [
-        (zlab, {"architectures": ["LiLiCorrDraftModel"]}, "LiLiCorr"),
-        (zlab, {"architectures": ["LlamaForCausalLMEagle4"]}, "EAGLE-4"),
-        (zlab, {"speculators_model_type": "xpress"}, "Jacobi passes"),
-        (zlab, {"speculators_config": {"algorithm": "xpress"}}, "Jacobi passes"),
-        (zlab, {"causal_head": True}, r"sets causal_head to True, a variant of DFlash \(JetSpec\)"),
-        (zlab2, {"projector_type": "domino"}, "sets projector_type to 'domino'"),
-        (zlab2, {"markov_rank": 8}, "sets markov_rank to 8"),
-        (deepspec, {"architectures": ["DeepseekV4DSparkModel"]}, "layers of DeepSeek-V4"),
-        (deepspec, {"markov_head_type": "lstm"}, "markov_head_type is 'lstm', and only vanilla, gated, rnn"),
-    ],
-)
-def test_what_is_known_and_not_imported_is_refused_by_name(make, values, said, target, tmp_path):
-    make(tmp_path, target)
-    edit(tmp_path, **values)
-    with pytest.raises(UnsupportedModelError, match=said):
-        config_of(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"conv_group_size": 24}, "conv_group_size 24 does not divide a width of 64"),
-        ({"selector_rank": "8"}, "has '8' for selector_rank, no size"),
-        ({"output_multiplier": "2"}, "output_multiplier is '2', no number"),
-    ],
-)
-def test_what_is_wrong_is_named(change: dict[str, Any], said: str, target: Any, tmp_path: Path) -> None:
-    zlab2(tmp_path, target)
-    edit(tmp_path, change)
-    with pytest.raises(CheckpointError, match=said):
-        config_of(tmp_path)
 
 
 def test_backends_without_a_form_of_it_refuse_it(target: Any, target_folder: Path, tmp_path: Path) -> None:

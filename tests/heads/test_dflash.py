@@ -168,58 +168,6 @@ def test_causal_blocks_and_windows_are_read_as_their_writers_mean_them(target: A
         config_of(folder)
 
 
-@pytest.mark.parametrize(
-    ("inner", "values", "said"),
-    [
-        ({"mask_token_id": None}, {}, "mask_token_id is None, no token of 320"),
-        ({"mask_token_id": VOCAB}, {}, "mask_token_id is 320, no token of 320"),
-        ({"block_size": 1}, {}, "block_size is 1; a block has 2 tokens or more"),
-        ({}, {"block_size": "16"}, "block_size is '16'"),
-        ({"target_layer_ids": None}, {}, "target_layer_ids, the target's layers that it reads, are not given"),
-        ({"target_layer_ids": [0, 2, 6]}, {}, r"reads layers \[0, 2, 6\], and the target has 6"),
-        ({"target_layer_ids": "1"}, {}, "target_layer_ids is '1', no list of layers"),
-        ({}, {"layer_types": ["full_attention"]}, "there are 3 layers"),
-    ],
-)
-def test_what_is_missing_or_wrong_is_named(inner, values, said, target, tmp_path):
-    zlab(tmp_path, target)
-    edit(tmp_path, inner, **values)
-    with pytest.raises(CheckpointError, match=said):
-        config_of(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("inner", "values", "key"),
-    [
-        ({"use_swa": True}, {}, "use_swa to True"),
-        ({"attention_sink_bias": True}, {}, "attention_sink_bias to True"),
-        ({}, {"sample_from_anchor": True}, "sample_from_anchor to True"),
-        ({}, {"markov_rank": 256}, "markov_rank to 256"),
-        ({}, {"projector_type": "domino"}, "projector_type to 'domino'"),
-        ({"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping to 30.0"),
-    ],
-)
-def test_variants_are_refused_by_name(inner, values, key, target, tmp_path):
-    zlab(tmp_path, target)
-    edit(tmp_path, inner, **values)
-    with pytest.raises(UnsupportedModelError, match=f"sets {key}, a variant of DFlash"):
-        config_of(tmp_path)
-
-
-def test_tensors_that_are_missing_or_of_a_variant_are_named(target: Any, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    zlab(tmp_path, target)
-    path = tmp_path / "model.safetensors"
-    own = load_file(path)
-    save_file({name: value for name, value in own.items() if "1.self_attn.q_norm" not in name}, path)
-    with pytest.raises(CheckpointError, match=r"lacks 1 tensors, for example layers.1.self_attn.q_norm.weight"):
-        load(tmp_path, target)
-    save_file(own | {"markov_head.markov_w1.weight": torch.ones(VOCAB, 4)}, path)
-    with pytest.raises(UnsupportedModelError, match=r"for example markov_head.markov_w1.weight"):
-        load(tmp_path, target)
-
-
 def test_a_head_of_another_width_needs_tables_of_its_own(target: Any, tmp_path: Path) -> None:
     zlab(tmp_path, target)
     files, config = config_of(tmp_path)

@@ -13,15 +13,12 @@ from specexport.passes.pipeline import default_passes, run_passes
 from specexport_runtime import SamplingParams
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
-from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from tests.support.fakes.following_target import rows_behind
 from tests.support.models.head_bundles import build, opened
-from tests.support.models.loading import config_of, load
+from tests.support.models.loading import load
 from tests.support.models.tiny_heads import (
     HIDDEN,
     IDS,
-    VOCAB,
-    edit,
     medusa,
     medusa_one_lm_head,
     medusa_tensors,
@@ -67,37 +64,6 @@ def test_heads_that_know_their_target_are_accepted_as_far_as_they_know(following
             assert max(stat.drafted / stat.rounds for stat in stats) <= min(lookahead, HEADS)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("posterior_threshold", 0.09), ("typical_acceptance_sampler_posterior_alpha", 0.3), ("typical_acceptance", True)],
-)
-def test_typical_acceptance_is_refused_by_name(key: str, value: Any, tmp_path: Path, target: Any) -> None:
-    medusa(tmp_path, target)
-    edit(tmp_path, **{key: value})
-    with pytest.raises(UnsupportedModelError, match=f"sets {key} to {value}: typical acceptance"):
-        config_of(tmp_path)
-
-
-def test_what_is_missing_or_misshapen_is_named(tmp_path: Path, target: Any) -> None:
-    own = numbered(medusa_tensors(3, 1), 1)
-    write(tmp_path / "a", CONFIG, {name: value for name, value in own.items() if name != "1.0.linear.weight"})
-    with pytest.raises(CheckpointError, match=r"lacks 1 tensors, for example 1.0.linear.weight"):
-        load(tmp_path / "a", target)
-    write(tmp_path / "b", CONFIG | {"medusa_num_heads": 4}, own)
-    with pytest.raises(CheckpointError, match=r"lacks 2 tensors, for example 3.0.linear.weight"):
-        load(tmp_path / "b", target)
-    write(tmp_path / "c", CONFIG, own | {"2.1.weight": torch.ones(VOCAB, 63)})
-    with pytest.raises(CheckpointError, match=r"2.1.weight is \[320, 63\], .* it would be \[320, 64\]"):
-        load(tmp_path / "c", target)
-    write(tmp_path / "d", {"model_type": "medusa"}, {"strange.weight": torch.ones(2, 2)})
-    with pytest.raises(CheckpointError, match="has 0 Medusa heads"):
-        config_of(tmp_path / "d")
-    for number, words in ((65, "has 65 Medusa heads of 1 blocks; 1 to 64"), ("three", "'three' for medusa_num_heads")):
-        write(tmp_path / "e", CONFIG | {"medusa_num_heads": number}, own)
-        with pytest.raises(CheckpointError, match=words):
-            config_of(tmp_path / "e")
-
-
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_all_lm_heads_stay_float_where_one_would(quantize: str, tmp_path: Path, target: Any) -> None:
@@ -110,16 +76,6 @@ def test_all_lm_heads_stay_float_where_one_would(quantize: str, tmp_path: Path, 
     assert not any("int" in name for name in kept)
     packed = "int8" if quantize == "int8" else "group4_32_f16_zero"
     assert any(name.endswith(f".blocks.{packed}") for name in model.graph.initializers)
-
-
-@pytest.mark.parametrize("ids", [None, [*IDS[:-1], IDS[0]], [*IDS[:-1], VOCAB], IDS[:-1]])
-def test_a_token_map_names_the_rows_or_is_refused(ids: list[int] | None, tmp_path: Path, target: Any) -> None:
-    medusa_vllm(tmp_path, target)
-    config = json.loads((tmp_path / "config.json").read_text())
-    extra = {} if ids is None else {"token_map": torch.tensor(ids)}
-    write(tmp_path, config, medusa_tensors(4, 1, rows=len(IDS), seed=9) | extra)
-    with pytest.raises(CheckpointError, match="no token_map that says which" if ids is None else "does not name"):
-        load(tmp_path, target)
 
 
 def test_lm_heads_of_all_tokens_are_cut_by_the_token_map(tmp_path: Path, target: Any) -> None:

@@ -1,6 +1,5 @@
 """MTP modules in GGUF files: their tensors and drafts are those of the same module in safetensors."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +19,7 @@ from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from tests.support.models import tiny_gguf_modules, tiny_modules, tiny_turns
 from tests.support.models.head_bundles import build_module
 from tests.support.models.loading import load_head, tables_of
-from tests.support.models.tiny_models import HYBRIDS, calm, make_model
-from tests.support.references.drafted import PROMPTS, accepted, check_drafts
+from tests.support.references.drafted import check_drafts
 
 LAYERS = tiny_modules.LAYERS
 FAMILIES = {
@@ -145,29 +143,6 @@ def test_bundles_draft_what_the_module_drafts(files: Any, tmp_path: Path) -> Non
         check_drafts(
             tmp_path / str(number), lambda before, count, limit: tiny_modules.draft(made.module, before, count, limit)
         )
-
-
-@pytest.mark.whole
-@pytest.mark.bundle
-def test_what_a_module_knows_is_accepted(tmp_path: Path) -> None:
-    """The probe finds the file's own reading right at every place, for a target of int8 weights too."""
-    classes, sizes = HYBRIDS["qwen3_5"]
-    target = calm(make_model(classes, sizes | {"head_dim": 64, "vocab_size": 260}, seed=5), 0.0)
-    deeper = copy.deepcopy(target)
-    deeper.model.layers.append(copy.deepcopy(target.model.layers[-1]))
-    width = target.config.hidden_size
-    tensors = {
-        "embed_norm": torch.zeros(width),
-        "feature_norm": torch.zeros(width),
-        "norm": target.model.norm.weight.detach(),
-        "fc": torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1),
-    }
-    module = tiny_modules.Module(target, deeper, tensors, False, True, True)
-    path = tiny_gguf_modules.file_of(tmp_path / "t.gguf", "qwen35", module)
-    models = build_module(path, tmp_path / "b", quantize="int8")
-    entry = models["head"]
-    assert (entry.draft_head.guessed, entry.draft_head.reading, entry.quantize) == (1.0, None, "int8")
-    assert accepted(tmp_path / "b", PROMPTS) > 0.99
 
 
 @pytest.mark.whole

@@ -129,10 +129,10 @@ def test_weights_are_stored_once_in_one_page_aligned_file(tmp_path: Path) -> Non
 def test_no_token_of_a_quantized_model_depends_on_where_a_tile_of_attention_ends(tmp_path: Path) -> None:
     """Flash attention takes 2 D = 32 queries at a time: the last of 33 would be multiplied by another kernel."""
     from specexport.backends.ort import write_onnx
-    from specexport.lowering.ort_cpu import lower_ort_cpu
     from specexport.passes.pipeline import default_passes, run_passes
     from tests.support.models.tiny_models import VOCAB
     from tests.support.models.tiny_traces import trace_of
+    from tests.support.references.lowered import lower_ort_cpu
 
     traced = trace_of(tiny_model("llama"))
     assert traced.layers[0].k_dim == traced.layers[0].v_dim == 16

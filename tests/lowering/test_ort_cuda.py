@@ -15,7 +15,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from specexport.lowering.common import step_inputs
 from specexport.lowering.fuse import fuse_norms
-from specexport.lowering.ort_cuda import attach_paged_attention, fuse_for_paging, lower_ort_cuda
+from specexport.lowering.ort_cuda import attach_paged_attention
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport.passes.pipeline import quantizing_passes
 from specexport.passes.quantize_ort_cuda import pack_channels
@@ -36,6 +36,7 @@ from tests.support.models.half_models import trace
 from tests.support.models.tiny_models import VOCAB
 from tests.support.references.cuda_graphs import PagedEngine, ReferenceSession, gpu_or_skip
 from tests.support.references.engine_harness import make_checkpoint, pack
+from tests.support.references.lowered import fuse_for_paging, lower_ort_cuda
 
 STEP = ["input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens", "block_table", "attention_metadata"]
 # A dtype of each for the tests of whole engines: traced once, used by both.
@@ -150,19 +151,6 @@ def test_an_int4_graph_lacks_nothing_but_the_kernels(dtype: str, tmp_path: Path)
     left = {"float16": r"operator \(PagedAttention\)", "bfloat16": "NOT_IMPLEMENTED"}
     with pytest.raises(Exception, match=left[dtype]):  # types and shapes have been resolved by then
         onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
-
-
-@pytest.mark.whole
-def test_norms_with_float32_weights_have_inputs_of_one_dtype() -> None:
-    result, _ = traced("gemma", "bfloat16")
-    model = result.ir_model.clone()
-    lower_ort_cuda(model)
-    onnx.checker.check_model(ir.to_proto(model), full_check=True)
-    norms = [node for node in model.graph if node.op_type == "RMSNormalization"]
-    assert norms
-    for node in norms:
-        assert {value.dtype for value in (*node.inputs, *node.outputs)} == {ir.DataType.FLOAT}
-        assert node.inputs[0].producer().op_type == "Cast"
 
 
 def test_inputs_lie_where_the_operators_schema_has_them() -> None:

@@ -11,8 +11,6 @@ import pytest
 from specexport.backends.ort import write_onnx
 from specexport.lowering.common import step_inputs
 from specexport.lowering.layer_gate import gate_layers
-from specexport.lowering.ort_cpu import lower_ort_cpu
-from specexport.lowering.ort_cuda import lower_ort_cuda
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.abi import StepShape
 from specexport_runtime.bundle.entry import ModelEntry
@@ -23,6 +21,7 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
+from specexport_runtime.executors.ort_gates import is_gate
 from specexport_runtime.executors.paged import CUDNN_SWITCH
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.layer_choice import LayerRules
@@ -33,8 +32,10 @@ from tests.support.cases.entries import make_entry
 from tests.support.fakes.fake_onnxruntime import FakeBinding, FakeOrt
 from tests.support.fakes.requests import request_of
 from tests.support.models.half_models import trace
-from tests.support.models.tiny_models import VOCAB
+from tests.support.models.tiny_models import VOCAB, make_llama
 from tests.support.references.cuda_graphs import ReferenceSession
+from tests.support.references.engine_harness import compiled
+from tests.support.references.lowered import lower_ort_cpu, lower_ort_cuda
 
 NAME, GATES, LENGTH = "llama", 4, 64
 PROMPTS = [[(7 * i + 11) % (VOCAB - 3) + 3 for i in range(9)], [(5 * i + 4) % (VOCAB - 3) + 3 for i in range(6)]]
@@ -91,6 +92,13 @@ def build(folder: Path, dtype: str) -> ModelEntry:
         backend="ort-cuda" if on_gpu else "ort-cpu", dtype=dtype, vocab_size=VOCAB, layers=tuple(result.layers),
         inputs=inputs if on_gpu else step_inputs(model), kinds=blocks.gate_kinds,
     )  # fmt: skip
+
+
+def test_an_engine_names_no_gate_among_its_step_inputs(tmp_path: Path) -> None:
+    """The executor binds gates apart from them, and refuses an engine that has an input twice."""
+    engine = compiled(make_llama(0).half(), tmp_path, backend="ort-cuda", dtype="float16", self_draft=True).engine
+    assert engine.gates.kinds
+    assert [name for name in engine.inputs if is_gate(name)] == []
 
 
 def decode(executor: Any, lookahead: int, rules: LayerRules | None = None) -> list[Request]:

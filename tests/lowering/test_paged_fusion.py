@@ -12,7 +12,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from specexport.backends.cuda_kernels import _kernels, check_kernels, missing_kernels
 from specexport.lowering.fuse import fuse_norms
-from specexport.lowering.ort_cuda import attach_paged_attention, fuse_for_paging, lower_ort_cuda, slice_uneven
+from specexport.lowering.ort_cuda import attach_paged_attention, slice_uneven
 from specexport.onnx_emit import constant
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.trace.check import reference_logits
@@ -23,6 +23,7 @@ from tests.support.models.tiny_models import ARCHITECTURES, VOCAB, make_model
 from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references.cuda_graphs import PagedEngine, gpu_or_skip
 from tests.support.references.engine_harness import make_checkpoint, pack
+from tests.support.references.lowered import fuse_for_paging, lower_ort_cuda
 
 PASTS, NEWS = (9, 17, 4), (5, 1, 3)
 OWN = {

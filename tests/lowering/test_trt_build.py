@@ -7,11 +7,11 @@ import onnx_ir as ir
 import pytest
 
 from specexport.lowering import trt_native
-from specexport.lowering.tensorrt import lower_tensorrt
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS, LayerGeometry
 from specexport_runtime.bundle.profiles import Profile
 from tests.support.cases.unpadded_cases import Case, one_node_model
 from tests.support.models.half_models import trace
+from tests.support.references.lowered import lower_tensorrt
 
 trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
 

@@ -7,13 +7,16 @@ import onnx_ir as ir
 import pytest
 
 from specexport.lowering import trt_native
-from specexport.lowering.tensorrt import lower_tensorrt
+from specexport.lowering.common import step_inputs
+from specexport.passes.contract_check import lowered_problems
 from specexport.trace.check import reference_logits
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS
 from tests.support.cases import chance
 from tests.support.models.half_models import HalfModel, trace
 from tests.support.models.tiny_models import VOCAB
 from tests.support.references.engine_harness import make_checkpoint
+from tests.support.references.evaluator import PluginEngine
+from tests.support.references.lowered import lower_ort_cuda, lower_tensorrt
 from tests.support.references.trt_evaluator import Engine
 
 PREFILL, VERIFY, CAPACITY = (9, 17, 4), (5, 1, 3), 40
@@ -22,6 +25,10 @@ MODELS = {
     ("gpt_oss", "float32"): ("explicit", "explicit"), ("deepseek_v3", "float32"): ("explicit", "explicit"),
     ("llama", "float16"): ("fused-causal", "fused-causal"), ("gemma3", "bfloat16"): ("fused-masked", "fused-causal"),
 }  # fmt: skip
+PLUGIN_MODELS = [
+    ("llama", "float16"), ("gemma2", "float16"), ("gemma3", "bfloat16"), ("gpt_oss", "bfloat16"),
+    ("deepseek_v3", "float16"),
+]  # fmt: skip
 # Of the largest logit. float32: order of sums. Halves: eager rounds scores and weights to half precision, TensorRT's
 # attention does not, and two layers carry the difference to the logits.
 TOLERANCE = {"float32": 3e-5, "float16": 1e-2, "bfloat16": 6e-2}
@@ -32,18 +39,21 @@ def sequences() -> list[list[int]]:
     return [random.integers(3, VOCAB, past + new).tolist() for past, new in zip(PREFILL, VERIFY, strict=True)]
 
 
-def lower(traced: HalfModel) -> tuple[Any, tuple[str, ...]]:
+def lower(traced: HalfModel, **options: Any) -> tuple[Any, tuple[str, ...]]:
     model = traced.ir_model.clone()
-    forms = lower_tensorrt(model, kv_capacity=CAPACITY)
+    forms = lower_tensorrt(model, kv_capacity=CAPACITY, **options)
     return model, forms
 
 
-def compare(traced, model, forms, tolerance, fused_dtypes):
+def open_engine(model: Any, forms: tuple[str, ...], *fused_dtypes: str) -> Engine:
+    poison = np.nan if set(forms) == {"fused-causal"} else 1e4  # where a mask hides entries, they must be finite
+    return Engine(model, num_rows=3, fused_dtypes=fused_dtypes, poison=poison)
+
+
+def compare(traced: HalfModel, engine: Engine, tolerance: float) -> None:
     """Prefill row by row, one ragged verify step, and one step of a fixed size with a row that sits out."""
     tokens, expected = sequences(), reference_logits(make_checkpoint(traced.model), sequences())
     limit = tolerance * max(float(np.abs(logits).max()) for logits in expected)
-    poison = np.nan if set(forms) == {"fused-causal"} else 1e4  # where a mask hides entries, they must be finite
-    engine = Engine(model, num_rows=3, fused_dtypes=fused_dtypes, poison=poison)
     for row, past in enumerate(PREFILL):
         logits, ids = engine.step([tokens[row][:past]], [0], first_row=row)
         assert np.abs(logits - expected[row][:past]).max() < limit
@@ -68,7 +78,16 @@ def test_lowered_models_give_eager_logits(name: str, dtype: str) -> None:
     traced = trace(name, dtype)
     model, forms = lower(traced)
     assert forms == MODELS[name, dtype]
-    compare(traced, model, forms, TOLERANCE[dtype], ("float16", "bfloat16"))
+    compare(traced, open_engine(model, forms, "float16", "bfloat16"), TOLERANCE[dtype])
+
+
+@pytest.mark.one_of_kind
+@pytest.mark.fuzz
+@pytest.mark.parametrize(("name", "dtype"), PLUGIN_MODELS)
+def test_models_over_the_plugin_give_eager_logits(name: str, dtype: str) -> None:
+    """Entries that no token was written to hold NaN."""
+    traced = trace(name, dtype)
+    compare(traced, PluginEngine(lower(traced, plugin=True)[0], num_rows=3), TOLERANCE[dtype])
 
 
 @pytest.mark.fuzz
@@ -81,28 +100,28 @@ def test_fused_forms_in_float32_are_exact(name: str, forms: tuple[str, ...], mon
     traced = trace(name, "float32")
     model, found = lower(traced)
     assert found == forms
-    compare(traced, model, forms, TOLERANCE["float32"], ("float32",))
+    compare(traced, open_engine(model, forms, "float32"), TOLERANCE["float32"])
 
 
 def test_inputs_and_outputs_are_the_contracts() -> None:
     model, _ = lower(trace("gemma3", "bfloat16"))
-    names = [str(value.name) for value in model.graph.inputs]
-    assert sorted(names[:8]) == sorted(spec.name for spec in ALIGNED_STEP_INPUTS)
-    assert names[8:] == [f"{part}_cache.{i}" for i in range(2) for part in "kv"]
-    assert {str(value.name) for value in model.graph.outputs} == {
-        "logits",
-        "token_ids",
-        *(f"{part}_cache_out.{i}" for i in range(2) for part in "kv"),
-    }
+    assert lowered_problems(model) == []
+    assert set(step_inputs(model)) == {spec.name for spec in ALIGNED_STEP_INPUTS}
+    assert [value.name for value in model.graph.outputs if "cache" not in str(value.name)] == ["logits", "token_ids"]
     assert all(value.uses() for value in model.graph.inputs)
     assert not any(node.domain == "specexport" for node in model.graph)
     # Two layers with a window and without share nothing but the step: one mask in all.
     assert sum(node.op_type == "LessOrEqual" for node in model.graph) == 1
 
 
-def test_norms_with_float32_weights_are_computed_in_float32() -> None:
-    """TensorRT parses half-precision input beside a float32 weight, and rounds the weight without a warning."""
-    model, _ = lower(trace("gemma3", "bfloat16"))
+@pytest.mark.parametrize("on_ort", [False, True])
+def test_norms_with_float32_weights_are_computed_in_float32(on_ort: bool) -> None:
+    """TensorRT rounds such a weight without a warning beside input in half precision; ONNX Runtime has no kernel."""
+    model = trace("gemma3", "bfloat16").ir_model.clone()
+    if on_ort:
+        lower_ort_cuda(model)
+    else:
+        lower_tensorrt(model, kv_capacity=CAPACITY)
     norms = [node for node in model.graph if node.op_type == "RMSNormalization"]
     assert any(node.inputs[1].dtype == ir.DataType.FLOAT for node in norms)
     assert all(node.inputs[0].dtype == node.inputs[1].dtype for node in norms)

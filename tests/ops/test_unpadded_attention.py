@@ -7,7 +7,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.ops import UNPADDED_ATTENTION
 from specexport.ops.reference import unpadded_attention
 from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
@@ -22,6 +21,7 @@ from tests.support.cases.unpadded_cases import (
     make_inputs,
     one_node_model,
 )
+from tests.support.references.lowered import lower_ort_cpu
 from tests.support.references.sessions import session_of
 
 SLOPES = {
@@ -185,9 +185,9 @@ def test_the_reference_notices_what_differs(right: dict[str, Any], wrong: dict[s
 
 
 def lower_for(backend: str, model: ir.Model) -> None:
-    from specexport.lowering.ort_cuda import lower_ort_cuda
     from specexport.lowering.trt_native import replace_attention
     from specexport.lowering.trt_plugin import replace_attention as plug_in
+    from tests.support.references.lowered import lower_ort_cuda
 
     if backend == "ort-cuda":
         lower_ort_cuda(model)

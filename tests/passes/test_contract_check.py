@@ -7,9 +7,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.passes.base import CountingPass, attention_nodes
-from specexport.passes.contract_check import ContractCheckPass
-from specexport.passes.pipeline import default_passes, run_passes
+from specexport.lowering.ort_cpu import operator_passes
+from specexport.passes.base import CountingPass, Rewrite, attention_nodes
+from specexport.passes.contract_check import contract_problems
+from specexport.passes.pipeline import default_passes, run_lowering, run_passes
 from specexport_runtime.errors import CheckFailedError
 
 
@@ -67,8 +68,7 @@ BREAKERS: dict[str, tuple[Callable[[ir.Model], None], str]] = {
 
 
 def test_a_trace_keeps_the_contract(traced: Callable[[str], Any]) -> None:
-    assert ContractCheckPass.problems(traced("llama")) == []
-    assert not ContractCheckPass()(traced("llama")).modified
+    assert contract_problems(traced("llama")) == []
 
 
 @pytest.mark.parametrize("name", BREAKERS)
@@ -76,7 +76,7 @@ def test_a_broken_contract_is_named(name: str, traced: Callable[[str], Any]) -> 
     breaker, words = BREAKERS[name]
     model = traced("llama")
     breaker(model)
-    assert words in "; ".join(ContractCheckPass.problems(model))
+    assert words in "; ".join(contract_problems(model))
 
 
 def test_the_pass_that_breaks_it_is_named(traced: Callable[[str], Any]) -> None:
@@ -91,6 +91,35 @@ def test_the_pass_that_breaks_it_is_named(traced: Callable[[str], Any]) -> None:
     passes = default_passes("float32")
     with pytest.raises(CheckFailedError, match=r"after pass cache-swap .*in the place of"):
         run_passes(traced("llama"), [passes[0], CacheSwapPass(), *passes[1:]])
+
+
+def take_memory(model: ir.Model) -> None:
+    next(v for v in model.graph.outputs if v.name == "k_cache_out.0").type = ir.TensorType(ir.DataType.FLOAT16)
+
+
+def forget_the_logits(model: ir.Model) -> None:
+    model.graph.outputs.remove(next(v for v in model.graph.outputs if v.name == "logits"))
+
+
+@pytest.mark.parametrize(
+    ("breaker", "words"),
+    [
+        (forget_an_input, "reads kv_lens, which nothing in front of it makes"),
+        (add_an_input, "mask is not in the contract"),
+        (change_a_dtype, "positions is INT32, not int64"),
+        (half_the_logits, "logits is FLOAT16, not float32"),
+        (forget_the_logits, "there are no logits"),
+        (take_memory, "k_cache_out.0 does not fit into the memory of its input"),
+    ],
+)
+def test_a_lowering_that_breaks_it_is_named(
+    breaker: Callable[[ir.Model], None], words: str, traced: Callable[[str], Any]
+) -> None:
+    sabotage = Rewrite("sabotage", "a test", lambda model: int(breaker(model) is None))
+    model = traced("llama")
+    assert run_lowering(model, operator_passes())["attention-lower"] == 2
+    with pytest.raises(CheckFailedError, match=f"after pass sabotage .*{words}"):
+        run_lowering(model, [sabotage])
 
 
 def test_a_vector_with_axes_of_size_one_is_no_matrix() -> None:

@@ -11,7 +11,6 @@ import torch
 from specexport.backends import ort
 from specexport.channel_ranges import ChannelRanges
 from specexport.checkpoint.loaded import Checkpoint
-from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes import block_make
 from specexport.passes.block_make import extreme_blocks, search_blocks
 from specexport.passes.input_note import InputNotePass, inputs_of
@@ -20,6 +19,7 @@ from specexport.passes.quantize_sites import linear_site
 from specexport.trace.calibrate import activation_ranges
 from tests.support.models.tiny_models import ARCHITECTURES, make_model
 from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references.lowered import lower_ort_cpu
 from tests.support.references.sessions import session_of
 
 DEPTH, WIDTH, TOKENS = 96, 40, 64

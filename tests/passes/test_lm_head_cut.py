@@ -23,7 +23,7 @@ PROMPT = [[3, 250, 17, 9], [6, 8]]
 def logits_of(model: Any, folder: Path, **changes: Any) -> tuple[np.ndarray, dict[str, int], ir.Model]:
     """Logits of one step, what each pass changed, and the graph after the passes."""
     from specexport.backends.ort import write_onnx
-    from specexport.lowering.ort_cpu import lower_ort_cpu
+    from tests.support.references.lowered import lower_ort_cpu
 
     traced = trace_of(model)
     report = dict(run_passes(traced.ir_model, default_passes("float32", own_operators=True, **changes)))

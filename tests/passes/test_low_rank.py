@@ -12,13 +12,13 @@ from specexport.backends.ort import write_onnx
 from specexport.checkpoint.lora import find_adapter
 from specexport.checkpoint.lora_fit import low_ranks, read_adapter
 from specexport.lowering.low_rank import expand_adapters
-from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes.low_rank import MARK, LowRankMarkPass
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport_runtime.errors import UnsupportedModelError
 from tests.support.models.tiny_lora import ALL, apply_adapter, save_adapter
 from tests.support.models.tiny_models import ARCHITECTURES, make_model
 from tests.support.references.engine_harness import pack
+from tests.support.references.lowered import lower_ort_cpu
 from tests.support.references.sessions import session_of
 
 TOKENS = [5, 9, 200, 31, 7, 310, 2]

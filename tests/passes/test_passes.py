@@ -10,7 +10,6 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.onnx_emit import part_of
 from specexport.passes import clean_up
 from specexport.passes.base import constant_of
@@ -22,6 +21,7 @@ from specexport.passes.transpose_fold import TransposeFoldPass
 from tests.support.models.quantized import add_weight
 from tests.support.models.tiny_models import VOCAB
 from tests.support.references.engine_harness import pack
+from tests.support.references.lowered import lower_ort_cpu
 from tests.support.references.sessions import session_of
 
 Traced = Callable[[str], Any]

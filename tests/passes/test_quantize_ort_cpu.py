@@ -8,7 +8,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.ops.spec import EXPERTS
 from specexport.passes.block_experts import of_rounded
 from specexport.passes.block_format import unpack
@@ -20,6 +19,7 @@ from specexport_runtime.errors import RecipeError, UnsupportedModelError
 from tests.support.models.quantized import build, verify_logits, worst_row
 from tests.support.models.tiny_models import VOCAB
 from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references.lowered import lower_ort_cpu
 from tests.support.references.sessions import session_of
 
 Traced = Callable[[str], Any]

@@ -13,7 +13,6 @@ import pytest
 from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
 from specexport.lowering import trt_native
 from specexport.lowering.common import step_inputs
-from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.trace.check import reference_logits
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.fake import FakeExecutor
@@ -25,6 +24,7 @@ from tests.support.fakes.trt_graphs import GraphEngine
 from tests.support.models.half_models import trace
 from tests.support.models.tiny_models import VOCAB
 from tests.support.references.engine_harness import make_checkpoint
+from tests.support.references.lowered import lower_tensorrt
 
 pytestmark = pytest.mark.slow
 

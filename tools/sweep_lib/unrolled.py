@@ -44,12 +44,12 @@ def engine_of(traced: Any) -> list[Any]:
     """Nodes and weights of the engine that a trace becomes, in order, without their names."""
     import onnx_ir as ir
 
-    from specexport.lowering.ort_cpu import lower_ort_cpu
-    from specexport.passes.pipeline import default_passes, run_passes
+    from specexport.lowering.ort_cpu import operator_passes
+    from specexport.passes.pipeline import default_passes, run_lowering, run_passes
 
     model = traced.clone()
     run_passes(model, default_passes("float32", pack=True, backend="ort-cpu", own_operators=True))
-    lower_ort_cpu(model, trees=True)
+    run_lowering(model, operator_passes(trees=True))
     names: dict[Any, Any] = {None: None} | {value: value.name for value in model.graph.inputs}
     names |= {value: _hash(value.const_value) for value in model.graph.initializers.values()}
     nodes: list[Any] = []

@@ -18,8 +18,7 @@ from specexport.lowering import trt_native
 from specexport.lowering.common import step_inputs
 from specexport.lowering.feature_gate import feature_size
 from specexport.lowering.fuse import fuse_norms
-from specexport.lowering.ort_cuda import attach_paged_attention, fuse_for_paging
-from specexport.lowering.tensorrt import lower_tensorrt
+from specexport.lowering.ort_cuda import attach_paged_attention
 from specexport.passes.linear_flatten import LinearFlattenPass
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.trace.check import trace_checkpoint
@@ -42,6 +41,7 @@ from tests.support.models.loading import load
 from tests.support.models.tiny_heads import VOCAB
 from tests.support.references.cuda_graphs import ReferenceSession
 from tests.support.references.engine_harness import make_checkpoint
+from tests.support.references.lowered import fuse_for_paging, lower_tensorrt
 
 ROWS, MAX_MODEL_LEN = 3, 48
 CUDA, FOLDED, UNFOLDED, EXPLICIT = "ort-cuda", "folded", "unfolded", "explicit"

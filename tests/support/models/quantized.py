@@ -50,7 +50,7 @@ VERIFY = [[7, 12, 13, 250, 300], [8, 9]]
 def build(name: str, folder: Path, quantize: str | None, **changes: Any) -> tuple[Any, Any, dict[str, int]]:
     """Compile an architecture; returns the graph after the passes, its layers and what each pass changed."""
     from specexport.backends.ort import write_onnx
-    from specexport.lowering.ort_cpu import lower_ort_cpu
+    from tests.support.references.lowered import lower_ort_cpu
 
     traced = trace_of(tiny_model(name))
     report = dict(

@@ -99,7 +99,7 @@ def share_exports(shares: bool) -> None:
     global shares_exports  # noqa: PLW0603 - one test runs at a time
     shares_exports = shares
     for name in _EXPORTERS:
-        module = sys.modules.get(f"specexport.{name}")
+        module: Any = sys.modules.get(f"specexport.{name}")
         if module is not None and not hasattr(module.trace_step, "__wrapped__"):
             module.trace_step = _sharing(module.trace_step)
 

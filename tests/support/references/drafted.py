@@ -1,14 +1,19 @@
 """What a bundle with a head drafts, against what it should, and that texts stay plain decoding's."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from specexport.verify.goodness_of_fit import judge
+from specexport.verify.logit_tree import LogitTree, Partition, conditional
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.sampling.sampler import Sampler
 from tests.support.models.head_bundles import Watch, opened
 
 Wanted = Callable[[list[int], int, int], list[int]]
+DEPTH, RUNS = 3, 400
 PROMPTS = [[5, 9, 200, 17, 8], [3, 77], [250] * 4 + [12, 13, 14, 15, 16], [9, 8, 7]]
 
 
@@ -41,16 +46,32 @@ def drafted_and_wanted(
 
 def check_text(
     engine: SpecEngine, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams],
-    lookaheads: Iterable[int | str], drafter: str = "head",
+    lookaheads: Iterable[int | str | None], drafter: str = "head", **way: Any,
 ) -> list[list[Any]]:  # fmt: skip
     """Texts with drafts are those of plain decoding; gives the statistics of each text, for each lookahead."""
     plain = [result.token_ids for result in engine.generate(prompts, params, drafter="none")]
     stats = []
     for lookahead in lookaheads:
-        found = engine.generate(prompts, params, drafter=drafter, num_speculative_tokens=lookahead)
+        found = engine.generate(prompts, params, drafter=drafter, num_speculative_tokens=lookahead, **way)
         assert [result.token_ids for result in found] == plain, lookahead
         stats.append([result.stats for result in found])
     return stats
+
+
+class Odds:
+    """Whether sampled texts behind a prompt follow the target: chi-square over their first tokens together."""
+
+    def __init__(self, engine: SpecEngine, prompt: list[int], params: SamplingParams) -> None:
+        tree = LogitTree(engine.target, prompt)
+        self._prompt, self._params = prompt, params
+        self._partition = Partition(conditional(tree, Sampler(params, prompt, tree.vocab_size)), DEPTH, RUNS)
+
+    def fit(self, engine: SpecEngine, params: SamplingParams | None = None, **way: Any) -> bool:
+        """``params`` are for texts that are not to fit."""
+        each = [replace(params or self._params, seed=i, max_tokens=DEPTH + 1, ignore_eos=True) for i in range(RUNS)]
+        results = engine.generate([self._prompt] * RUNS, each, **way)
+        outcomes = [tuple(result.token_ids[:DEPTH]) for result in results]
+        return judge("engine", str(way), 0, self._partition, outcomes, DEPTH, 1e-4).passed
 
 
 def accepted(bundle: Path, prompts: Sequence[Any], drafter: str = "head") -> float:

@@ -27,9 +27,9 @@ def build(
 ) -> tuple[Any, tuple[LayerGeometry, ...], dict[str, int]]:
     """Compile ``model`` into ``folder``, both graphs; returns the lowered IR, the layers and what each pass changed."""
     from specexport.backends.ort import write_onnx, write_padded_onnx
-    from specexport.lowering.ort_cpu import lower_ort_cpu
     from specexport.passes.pipeline import default_passes, run_passes
     from tests.support.models.tiny_traces import trace_of
+    from tests.support.references.lowered import lower_ort_cpu
 
     traced = trace_of(model, group_experts=group_experts)
     report = run_passes(traced.ir_model, default_passes("float32", own_operators=True), dump_dir=dump_dir)
@@ -45,17 +45,19 @@ def compiled(model: Any, folder: Path, kept: Any = None, **values: Any) -> Any:
     from specexport.backends.base import BuildJob
     from specexport.compile.part import compile_graph
     from specexport.progress import StageClock
-    from specexport.recipe import BuildRecipe, resolve_recipe
+    from specexport.recipe import BuildRecipe, resolve_parts
     from tests.support.cases.entries import make_entry
     from tests.support.models.tiny_traces import trace_of
 
     traced, count = trace_of(model, group_experts=True), model.num_parameters()
-    recipe = resolve_recipe(BuildRecipe(target="tiny", output="tiny", **({"dtype": "float32"} | values)), [256])
-    job = BuildJob(recipe, "target", tuple(traced.layers), count, 256, folder, StageClock(None, 1))
-    made = compile_graph(traced.ir_model, recipe, job._replace(states=traced.states), None, kept=kept)
+    asked = BuildRecipe(target="tiny", output="tiny", **({"dtype": "float32"} | values))
+    recipe = resolve_parts(asked, {"target": True})["target"]
+    layers, clock = tuple(traced.layers), StageClock(None, 1)
+    job = BuildJob(recipe, asked.quantize, 256, layers, count, 256, folder, clock, states=traced.states)
+    made = compile_graph(traced.ir_model, job, None, kept=kept)
     return make_entry(
         vocab_size=int(model.get_output_embeddings().weight.shape[0]), max_positions=256, layers=job.layers,
-        windows=traced.windows, states=traced.states, engine=made.engine, quantize=recipe.quantize, passes=made.passes,
+        windows=traced.windows, states=traced.states, engine=made.engine, quantize=asked.quantize, passes=made.passes,
     )  # fmt: skip
 
 
@@ -108,6 +110,7 @@ class Engine:
         self.inputs = {value.name for value in self.session.get_inputs()}
         self.flat_caches = len(next(x.shape for x in self.session.get_inputs() if x.name == "k_cache.0")) == 4
         kind = next(value.type for value in self.session.get_inputs() if value.name == "k_cache.0")
+        self.cache_dtype: Any
         fill, self.cache_dtype = (poison, np.float32) if kind == "tensor(float)" else (INT8_POISON, np.int8)
         self.caches = {
             spec.name.format(i=i): np.full((num_rows, 1, layer.kv_heads, capacity, dim), fill, self.cache_dtype)
@@ -133,7 +136,8 @@ class Engine:
             io.bind_output(name.replace("_cache.", "_cache_out."), *bound)
         io.bind_output("logits", "cpu")
         self.session.run_with_iobinding(io)
-        return io.get_outputs()[-1].numpy()
+        logits: np.ndarray = io.get_outputs()[-1].numpy()
+        return logits
 
 
 def resident_pages(executor: Any, layer: int, row: int = 0) -> int:
