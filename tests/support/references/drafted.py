@@ -6,7 +6,8 @@ from typing import Any
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
-from tests.support.models.head_bundles import Watch, opened
+from tests.support.fakes.rounds import opened
+from tests.support.models.head_bundles import Watch
 
 Wanted = Callable[[list[int], int, int], list[int]]
 PROMPTS = [[5, 9, 200, 17, 8], [3, 77], [250] * 4 + [12, 13, 14, 15, 16], [9, 8, 7]]
