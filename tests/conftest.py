@@ -1,6 +1,8 @@
 """Fixtures that every test folder may use, and the summary of what tests measured."""
 
+import asyncio
 import gc
+import inspect
 import os
 import random
 import secrets
@@ -29,6 +31,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Most tests are about what is done with what torch exports of a model, and share it."""
     skip_when_late(item)
     share_exports(item.get_closest_marker("exports") is None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(scope="session")

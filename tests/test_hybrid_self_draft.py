@@ -19,7 +19,7 @@ from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.sampling.structured import StructuredOutputs
 from tests.support.cases import chance
 from tests.support.cases.entries import make_entry
-from tests.support.models.head_bundles import opened
+from tests.support.fakes.rounds import opened
 from tests.support.models.tiny_models import HYBRIDS, VOCAB, make_model, save_checkpoint
 from tests.support.models.tiny_traces import trace_of
 from tests.support.references.engine_harness import make_checkpoint

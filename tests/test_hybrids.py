@@ -1,14 +1,19 @@
 """Models whose layers keep a state: their engines against eager transformers, and their texts with drafts."""
 
 import shutil
-from contextlib import closing
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby, product
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from specexport.compile.pipeline import build_bundle
+from specexport.recipe import BuildRecipe
 from specexport.trace.check import reference_logits
 from specexport.verify.goodness_of_fit import judge
 from specexport.verify.logit_tree import LogitTree, Partition, conditional
@@ -22,18 +27,121 @@ from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.sampler import Sampler
 from tests.support.cases import chance
-from tests.support.models import hybrid_pairs
-from tests.support.models.head_bundles import opened
-from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
+from tests.support.fakes.rounds import opened
+from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS, KNOWN, make_model, save_checkpoint
 from tests.support.models.tiny_traces import tiny_model
 from tests.support.references.engine_harness import make_checkpoint
+
+NAMED = (*("qwen3_next", "qwen3_5", "granitemoehybrid", "lfm2", "falcon_h1", "nemotron_h", "bamba", "jamba"), "mamba2")
+"""The hybrids that people run, and a model of state spaces alone."""
+LENGTH = 128
+PROMPT_LENGTHS = (1, 2, 7, 18, 33, 40, 5, 61)
+TEXT_LENGTHS = (24, 9, 17, 24, 12, 24, 3, 20)
+
+
+class Case(NamedTuple):
+    """One way to generate; ``chunk``: most tokens of a step; ``batch``: sequences at a time."""
+
+    chunk: int | None
+    drafter: str
+    lookahead: int | str
+    batch: int
+
+
+CASES = [
+    Case(*case)
+    for case in product((None, 5, 17), ("draft-model", "lookup", "suffix", "auto"), (*range(1, 9), "auto"), (1, 8))
+]
+
+
+def build_pair(classes: str, config: dict[str, Any], folder: Path, quantize: str | None, *, noise: float = 0.0) -> Path:
+    """The bundle of a tiny random target and a draft that differs by noise, in standard deviations of weights."""
+    import torch
+
+    model = make_model(classes, config | {"vocab_size": KNOWN})
+    target = draft = save_checkpoint(model, folder / "target")
+    if noise:
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.ndim > 1:
+                    weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator))
+        draft = save_checkpoint(model, folder / "draft")
+    return build(folder / "bundle", target, draft, quantize)
+
+
+def build(output: Path, target: Path, draft: Path | None, quantize: str | None) -> Path:
+    """The bundle of checkpoints. Random weights lose more by 8 bits than a build lets pass, so it is not checked."""
+    recipe = BuildRecipe(
+        target=str(target), draft=None if draft is None else str(draft), output=str(output), quantize=quantize,
+        draft_quantize=None if draft is None else quantize, max_model_len=LENGTH, lookahead=8, check=False,
+    )  # fmt: skip
+    return build_bundle(recipe).path
+
+
+def hybrid_pair(name: str, folder: Path, quantize: str | None) -> Path:
+    """:func:`build_pair` of a hybrid, with right and wrong drafts; Nemotron-H's experts cannot be 8 bits: an MLP."""
+    classes, config = HYBRIDS[name]
+    if quantize and name == "nemotron_h":
+        config = config | {"layers_block_type": ["mamba", "attention", "mlp"]}
+    return build_pair(classes, config, folder, quantize, noise=0.02)
+
+
+def make_prompts(seed: int) -> list[list[int]]:
+    """Eight prompts of unlike lengths, with pieces that come again."""
+    random = np.random.default_rng(seed)
+    prompts = []
+    for length in PROMPT_LENGTHS:
+        piece = random.integers(3, KNOWN, max(1, length // 3)).tolist()
+        prompts.append((piece * 4)[:length])
+    return prompts
+
+
+def some_cases(seed: int) -> list[Case]:
+    """Two of :data:`CASES` for each drafter, one alone and one in a batch."""
+    random = np.random.default_rng(seed)
+    kinds: dict[tuple[str, int], list[Case]] = {}
+    for case in CASES:
+        kinds.setdefault((case.drafter, case.batch), []).append(case)
+    return [cases[int(random.integers(len(cases)))] for cases in kinds.values()]
+
+
+def compare(bundle: Path, cases: Iterable[Case], *, seed: int) -> Counter[str]:
+    """Generate in all ways; find the bits of plain decoding, one sequence at a time. Counts what was drafted."""
+    prompts = make_prompts(seed)
+    params = [SamplingParams(max_tokens=count, ignore_eos=True, logprobs=2) for count in TEXT_LENGTHS]
+    with opened(bundle, 8, adaptive=True) as engine:
+        plain = [
+            engine.generate([prompt], each, drafter="none", remember=False)[0]
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+    counts: Counter[str] = Counter()
+    for chunk, same in groupby(sorted(cases, key=lambda case: case.chunk or 0), key=lambda case: case.chunk):
+        with opened(bundle, 8, adaptive=True, max_num_batched_tokens=chunk) as engine:
+            for at, case in enumerate(same):
+                chosen = slice(None) if case.batch > 1 else slice(3 + at % 5, 4 + at % 5)
+                found = engine.generate(
+                    prompts[chosen],
+                    params[chosen],
+                    drafter=case.drafter,
+                    num_speculative_tokens=case.lookahead,
+                    remember=at % 4 < 2,  # else suffixes are the text's own, and "auto" asks the draft model
+                )
+                counts["cases"] += 1
+                for result, wanted in zip(found, plain[chosen], strict=True):
+                    assert result.token_ids == wanted.token_ids, case
+                    assert result.logprobs == wanted.logprobs, case
+                    counts["texts"] += 1
+                    for what in ("drafted", "accepted"):
+                        counts[what] += getattr(result.stats, what)
+                        counts[f"{case.drafter} {what}"] += getattr(result.stats, what)
+    return counts
+
 
 LOOKAHEAD = 6
 TOLERANCE = 1e-4
 """Of the largest logit."""
-
-
-KINDS = hybrid_pairs.NAMED if chance.FUZZ_SEED is not None else ("qwen3_next", "mamba2", "falcon_h1", "jamba", "lfm2")
+KINDS = NAMED if chance.FUZZ_SEED is not None else ("qwen3_next", "mamba2", "falcon_h1", "jamba", "lfm2")
 """A delta rule, state spaces alone and beside attention, those of the first Mamba, and convolutions alone."""
 
 
@@ -41,13 +149,11 @@ KINDS = hybrid_pairs.NAMED if chance.FUZZ_SEED is not None else ("qwen3_next", "
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_path: Path) -> None:
     """Rounds as decoding makes them: prompts in odd chunks, drafts of which some are right, idle rows, row moves."""
-    model = tiny_model(name, vocab_size=hybrid_pairs.KNOWN)
-    bundle = load_bundle(
-        hybrid_pairs.build(tmp_path / "bundle", save_checkpoint(model, tmp_path / "target"), None, None)
-    )
+    model = tiny_model(name, vocab_size=KNOWN)
+    bundle = load_bundle(build(tmp_path / "bundle", save_checkpoint(model, tmp_path / "target"), None, None))
     entry = bundle.manifest.models["target"]
     random = np.random.default_rng(chance.seed(7))
-    sequences = [random.integers(3, hybrid_pairs.KNOWN, length).tolist() for length in (33, 40, 36)]
+    sequences = [random.integers(3, KNOWN, length).tolist() for length in (33, 40, 36)]
     expected = reference_logits(make_checkpoint(model), sequences)
     assert min(float(logits.std()) for logits in expected) > 0.1, "degenerate logits would hide an error"
 
@@ -70,7 +176,7 @@ def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_
                 right.append(0)
                 continue
             good = int(random.integers(0, drafts + 1))
-            wrong = random.integers(3, hybrid_pairs.KNOWN, drafts - good).tolist()
+            wrong = random.integers(3, KNOWN, drafts - good).tolist()
             work.append(RowWork([*tokens[start : start + 1 + good], *wrong], 1 + drafts, drafts=drafts))
             right.append(1 + good)
         if not any(right):
@@ -92,11 +198,9 @@ def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_
 @pytest.mark.parametrize(("name", "quantize"), [*((name, "int8") for name in KINDS), ("lfm2", None)])
 def test_texts_with_drafts_are_those_without(name: str, quantize: str | None, tmp_path: Path) -> None:
     """Some drafters, lookaheads, batches and prompt chunks; all of them under ``make fuzz``."""
-    cases = (
-        hybrid_pairs.CASES if chance.FUZZ_SEED is not None else hybrid_pairs.some_cases(hybrid_pairs.NAMED.index(name))
-    )
-    bundle = hybrid_pairs.hybrid_pair(name, tmp_path, quantize)
-    counts = hybrid_pairs.compare(bundle, cases, seed=chance.seed(11))
+    cases = CASES if chance.FUZZ_SEED is not None else some_cases(NAMED.index(name))
+    bundle = hybrid_pair(name, tmp_path, quantize)
+    counts = compare(bundle, cases, seed=chance.seed(11))
     assert counts["cases"] == len(cases)
     assert 0 < counts["draft-model accepted"] < counts["draft-model drafted"]
 
@@ -104,13 +208,11 @@ def test_texts_with_drafts_are_those_without(name: str, quantize: str | None, tm
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize(("name", "quantize"), [("qwen3_next", "int8"), ("bamba", "int8"), ("qwen3_moe", None)])
 def test_a_model_that_drafts_for_itself_is_accepted_to_the_last_token(name, quantize, tmp_path):
-    bundle = hybrid_pairs.build_pair(*(ARCHITECTURES | HYBRIDS)[name], tmp_path, quantize)
-    with closing(hybrid_pairs.open_engine(bundle, adaptive=False)) as engine:
+    bundle = build_pair(*(ARCHITECTURES | HYBRIDS)[name], tmp_path, quantize)
+    with opened(bundle, 8) as engine:
         for lookahead in (1, 3, 8):
             params = SamplingParams(max_tokens=24, ignore_eos=True)
-            found = engine.generate(
-                hybrid_pairs.make_prompts(3), params, drafter="draft-model", num_speculative_tokens=lookahead
-            )
+            found = engine.generate(make_prompts(3), params, drafter="draft-model", num_speculative_tokens=lookahead)
             counts = [(result.stats.drafted, result.stats.accepted) for result in found]
             assert all(drafted == accepted > 0 for drafted, accepted in counts), (lookahead, counts)
 
@@ -123,9 +225,9 @@ def test_sampled_texts_follow_the_target(name: str, seed: int, number: int, tmp_
     The prompts are those of many that leave most of the next token open.
     """
     depth, runs = 3, 400
-    with closing(hybrid_pairs.open_engine(hybrid_pairs.hybrid_pair(name, tmp_path, "int8"), adaptive=False)) as engine:
+    with opened(hybrid_pair(name, tmp_path, "int8"), 8) as engine:
         params = SamplingParams(temperature=1.0)
-        prompt = hybrid_pairs.make_prompts(seed)[number]
+        prompt = make_prompts(seed)[number]
         tree = LogitTree(engine.target, prompt)
         partition = Partition(conditional(tree, Sampler(params, prompt, tree.vocab_size)), depth, runs)
         assert len(partition.probabilities) >= 7, "nothing to tell apart"
@@ -145,9 +247,9 @@ def test_sampled_texts_follow_the_target(name: str, seed: int, number: int, tmp_
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A hybrid target in int8 with a hybrid draft of another kind."""
     folder = tmp_path_factory.mktemp("hybrid")
-    models = {name: tiny_model(name, vocab_size=hybrid_pairs.KNOWN) for name in ("bamba", "mamba2")}
+    models = {name: tiny_model(name, vocab_size=KNOWN) for name in ("bamba", "mamba2")}
     target, draft = (save_checkpoint(model, folder / name) for name, model in models.items())
-    return hybrid_pairs.build(folder / "bundle", target, draft, "int8")
+    return build(folder / "bundle", target, draft, "int8")
 
 
 PROMPTS = ["abcabcabcabcabc", "x", "for i in range(10):\n    print(i)\nfor i in range(10):\n"]
@@ -193,7 +295,7 @@ def test_measuring_steps_leaves_nothing_in_a_state(bundle: Path) -> None:
 def test_verify_looks_further_than_drafts_may_wait(bundle: Path) -> None:
     """Its outcomes have three tokens; of a bundle with K = 1, two may wait beside a state."""
     entry = load_manifest(bundle).models["target"]
-    prompt, paths = hybrid_pairs.make_prompts(1)[3], [(), (7, 8, 9), (7,), (7, 8, 9, 10), (3, 4)]
+    prompt, paths = make_prompts(1)[3], [(), (7, 8, 9), (7,), (7, 8, 9, 10), (3, 4)]
     found = []
     for lookahead in (1, 8):
         sizes = {"num_rows": 1, "kv_capacity": 64, "num_threads": 1, "lookahead": lookahead}
@@ -226,9 +328,6 @@ def test_a_manifest_whose_states_are_not_the_engines_is_refused(bundle, tmp_path
 
 
 def test_what_a_state_cannot_do_is_refused(bundle: Path, tmp_path: Path) -> None:
-    from specexport.compile.pipeline import build_bundle
-    from specexport.recipe import BuildRecipe
-
     target = save_checkpoint(make_model(*HYBRIDS["lfm2"]), tmp_path / "target")
     recipe = BuildRecipe(target=str(target), output=str(tmp_path / "bundle"), backend="ort-cuda", self_draft=True)
     with pytest.raises(UnsupportedModelError, match="ort-cuda has no layers that keep a state") as caught:

@@ -15,10 +15,9 @@ from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.support.cases import chance
-from tests.support.models.hybrid_pairs import KNOWN
 from tests.support.models.tiny_gguf import MIXED_EXPERTS, write_experts, write_gguf
 from tests.support.models.tiny_lora import save_adapter
-from tests.support.models.tiny_models import ARCHITECTURES, GROUPED, HYBRIDS, make_model, save_checkpoint
+from tests.support.models.tiny_models import ARCHITECTURES, GROUPED, HYBRIDS, KNOWN, make_model, save_checkpoint
 from tests.support.models.tiny_traces import tiny_model
 from tests.support.references.engine_harness import compiled
 from tests.support.references.ort_operators import HEADS, LEFT, assert_left

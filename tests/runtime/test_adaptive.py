@@ -28,10 +28,9 @@ from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DraftStage
 from tests.support.cases.chance import examples
 from tests.support.cases.entries import make_entry
-from tests.support.fakes.adaptive import GATES, gated_curves, make_decoder
 from tests.support.fakes.engine import make_tokenizer
 from tests.support.fakes.engine_of import engine_of
-from tests.support.fakes.goodput_fakes import LOOKAHEAD, curves
+from tests.support.fakes.goodput_fakes import GATES, LOOKAHEAD, curves, gated_curves, make_decoder
 from tests.support.fakes.heads_on_fakes import check_plain, make_sequences
 from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, finish, goodput_length
 from tests.support.references.exact import P_VALUE
@@ -192,6 +191,9 @@ def test_a_trace_says_what_happened_and_what_it_saved():
         ({"unpad_input": False}, {"drafter": "self"}, "unpadded KV"),
         ({"adaptive": False}, {"num_speculative_tokens": "auto"}, "adaptive=False"),
         ({}, {"drafter": "self", "num_speculative_tokens": 9}, "1 to 8"),
+        ({}, {"drafter": "lookup", "num_speculative_tokens": 9}, "1 to 8"),
+        ({}, {"num_speculative_tokens": 3, "speculation": False}, "speculation is off"),
+        ({}, {"drafter": "none", "num_speculative_tokens": 2}, "drop one"),
         ({}, {"drafter": "lookup", "draft_exit": True}, "draft exit ends drafts of models"),
         ({}, {"drafter": "self", "layer_rules": LayerRules(keep_last=6)}, "none may be removed"),
         ({"draft": False, "gated": False}, {"drafter": "chained"}, "no draft model"),

@@ -14,6 +14,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DrafterTraits, DraftStage, Proposal
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases.chance import examples
+from tests.support.fakes.heads_on_fakes import check_plain
 from tests.support.fakes.loop import VOCAB, finish, greedy_reference, make_draft, make_sequence, make_target
 
 LOOKUP, MODEL = DraftStage("lookup", 7), DraftStage("draft-model", 4)
@@ -170,7 +171,7 @@ def decode(target, draft, sequences, *, rows, chunk=512, budget=512, backlog=5):
     assert all(runner.kv.kv_len(row) == 0 for row in range(draft.num_rows))
 
 
-@examples(40)
+@examples(60)
 @given(
     prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), min_size=1, max_size=7),
     rows=st.integers(1, 4), chunk=st.integers(1, 9), budget=st.integers(1, 30), backlog=st.integers(1, 9),
@@ -180,14 +181,13 @@ def test_any_mix_of_plans_decodes_as_if_alone(prompts, rows, chunk, budget, back
     sequences = []
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=data.draw(st.integers(1, 25)))
-        plan = data.draw(st.sampled_from(PLANS))
+        plan = [DraftStage(each.drafter, data.draw(st.integers(1, 8))) for each in data.draw(st.sampled_from(PLANS))]
         reference = data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=9))
         sequences.append(make_sequence(i, prompt, params, draft_plan=plan, reference=reference))
     target = make_target(rows, context=2)
     decode(target, make_draft(kind, rows), sequences, rows=rows, chunk=chunk, budget=budget, backlog=backlog)
-    for seq, prompt in zip(sequences, prompts, strict=True):
-        assert seq.output == greedy_reference(target, prompt, seq.params.max_tokens)
-        assert seq.finish_reason == "length"
+    check_plain(target, sequences)
+    assert {seq.finish_reason for seq in sequences} == {"length"}
 
 
 def test_chained_drafting_uses_both():

@@ -15,8 +15,7 @@ from specexport_runtime.errors import EngineClosedError, EngineDeadError, Reques
 from specexport_runtime.intake.drafting import RequestSpec
 from tests.support.cases.patience import HANG_S, wait_until
 from tests.support.fakes.engine import make_engine
-from tests.support.fakes.submitted import LONG, expected, raising, slow_down
-from tests.support.fakes.watcher import Watcher, wait_for_rest
+from tests.support.fakes.submitted import LONG, Watcher, expected, raising, slow_down, wait_for_rest
 
 WAIT_S = 30
 

@@ -3,12 +3,9 @@
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.cases.chance import examples
 from tests.support.fakes.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
@@ -149,20 +146,3 @@ def test_the_fake_executor_notices_a_lost_rollback():
     decoder.target.kv.commit = lambda row, kv_len: commit(row, decoder.target.kv._written[row])
     with pytest.raises(SpecexportError):
         run(decoder, [make_sequence(0, [3], SamplingParams(max_tokens=20))])
-
-
-@examples(60)
-@given(
-    prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), min_size=1, max_size=7),
-    lookahead=st.integers(1, 8), rows=st.integers(1, 4), chunk=st.integers(1, 9),
-    kind=st.sampled_from(["same", "good", "random", "adversarial"]), data=st.data(),
-)  # fmt: skip
-def test_any_mix_of_sequences_decodes_as_if_alone(prompts, lookahead, rows, chunk, kind, data):
-    counts = [data.draw(st.integers(1, 25)) for _ in prompts]
-    target = make_target(rows)
-    sequences = [
-        make_sequence(i, p, SamplingParams(max_tokens=n)) for i, (p, n) in enumerate(zip(prompts, counts, strict=True))
-    ]
-    run(make_decoder(target, make_draft(kind, rows), lookahead, max_chunk=chunk), sequences)
-    for seq, prompt, count in zip(sequences, prompts, counts, strict=True):
-        assert seq.output == greedy_reference(target, prompt, count)

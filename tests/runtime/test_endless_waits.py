@@ -10,14 +10,10 @@ from specexport_runtime import AsyncSpecEngine, SamplingParams
 from specexport_runtime.errors import EndlessWaitError
 from specexport_runtime.intake.drafting import RequestSpec
 from tests.support.fakes.engine import make_engine
-from tests.support.fakes.loop import greedy_reference, make_target
+from tests.support.fakes.submitted import expected
 
 PARAMS = SamplingParams(max_tokens=12)
 WAIT_S = 60
-
-
-def expected(prompt, count=12):
-    return greedy_reference(make_target(), prompt, count)
 
 
 async def generate_async(engine):
@@ -68,8 +64,8 @@ def test_waiting_in_a_callback_ends_that_request_alone(engine, what):
     assert caught.value.message.startswith(what)
     assert "specexport-decode" in caught.value.message
     assert "submit()" in caught.value.hint
-    assert other.result(WAIT_S).token_ids == expected([5])
-    assert engine.submit([7], PARAMS).result(WAIT_S).token_ids == expected([7])
+    assert other.result(WAIT_S).token_ids == expected([5], 12)
+    assert engine.submit([7], PARAMS).result(WAIT_S).token_ids == expected([7], 12)
     engine.close()
 
 
@@ -89,7 +85,7 @@ def test_a_listener_that_waits_at_the_end_is_logged_and_the_result_stays(engine,
     listener = Listener(on_done=lambda _: engine.generate("w1"))
     (handle,) = engine.submit_all([RequestSpec([2], PARAMS, None, {})], [listener])
     assert listener.ended.wait(WAIT_S)
-    assert handle.result(WAIT_S).token_ids == expected([2])
+    assert handle.result(WAIT_S).token_ids == expected([2], 12)
     engine.close()  # the thread has ended: the record is there
     assert "specexport-decode" in caplog.text
 
@@ -104,7 +100,7 @@ def test_an_observer_that_waits_is_dropped_and_logged(engine, caplog):
 
     engine.add_observer(Observer())
     with caplog.at_level(logging.WARNING):
-        assert engine.submit([2], PARAMS).result(WAIT_S).token_ids == expected([2])
+        assert engine.submit([2], PARAMS).result(WAIT_S).token_ids == expected([2], 12)
     assert "specexport-decode" in caplog.text
 
 
@@ -126,8 +122,8 @@ def test_what_does_not_wait_may_be_called_in_a_callback(engine):
     queued.set()
     own[0].result(WAIT_S)
     assert raised == [None]
-    assert seen == expected([2])[:1]
-    assert later[0].result(WAIT_S).token_ids == expected([3])
+    assert seen == expected([2], 12)[:1]
+    assert later[0].result(WAIT_S).token_ids == expected([3], 12)
     assert later[1].result(WAIT_S).finish_reason == "cancelled"
 
 
@@ -138,5 +134,5 @@ def test_a_finished_request_can_be_read_when_its_listener_hears_of_the_end(engin
     listener = Listener(on_done=lambda handle: results.extend([handle.result().token_ids, len(list(first))]))
     engine.submit_all([RequestSpec([3], PARAMS, None, {})], [listener])
     assert listener.ended.wait(WAIT_S)
-    assert results[0] == expected([3])
+    assert results[0] == expected([3], 12)
     assert results[1] > 0

@@ -21,7 +21,7 @@ from tests.support.cases.chance import examples
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
 from tests.support.fakes.requests import request_of
-from tests.support.fakes.watcher import Watcher
+from tests.support.fakes.submitted import Watcher
 
 LONG = SamplingParams(max_tokens=400)
 

@@ -14,9 +14,9 @@ from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases.chance import examples
 from tests.support.fakes import cuda_sessions as on_cuda
-from tests.support.fakes.fake_onnxruntime import FakeOrt
-from tests.support.fakes.fed import ask, fed
-from tests.support.fakes.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.fed import check_conversation
+from tests.support.fakes.heads_on_fakes import check_plain
+from tests.support.fakes.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 from tests.support.fakes.trt_fakes import PLUGIN, make_entry, open_fake
 
 WAYS = ("ort-cuda", "native", "plugin")
@@ -26,9 +26,7 @@ OTHER = (np.arange(30) * 5 % VOCAB).tolist()
 
 @pytest.fixture
 def opened(monkeypatch, tmp_path):
-    ort = FakeOrt(lambda ort, _: on_cuda.FakeSession(ort, ort.inputs))
-    ort.inputs = [*on_cuda.INPUTS, "block_table", "attention_metadata", *on_cuda.CACHES]
-    ort.install(monkeypatch)
+    on_cuda.fake_ort(monkeypatch)
 
     def open_way(way, rows):
         if way == "ort-cuda":
@@ -46,31 +44,14 @@ def decoder_of(opened, *, reuse=True, **options):
     return make_decoder(*opened.pair, 4, reuses_prefixes=reuse, **options)
 
 
-def expected(opened, prompt, count):
-    return greedy_reference(opened.model, prompt, count)
-
-
 def test_every_backend_keeps_prefixes():
     assert all(backend_of(name).copies_rows for name in PLACES)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_conversation_reads_only_what_is_new(opened, way):
-    """And every text and every draft is what it is where all is read anew."""
-    found = {}
-    for reuse in (True, False):
-        made = opened(way, 2)
-        decoder, prompt, found[reuse] = decoder_of(made, reuse=reuse), LONG[:20], []
-        for turn in range(4):
-            counts = fed(decoder)
-            seq = ask(decoder, prompt)
-            assert seq.output == expected(made, prompt, 6)
-            found[reuse].append((seq.output, seq.stats.accepted_lengths, seq.stats.drafted))
-            if reuse and turn:
-                assert seq.stats.cached_tokens == len(prompt) - 5  # what came since, and the last token of the answer
-                assert sum(counts) <= 5 + 5 * seq.stats.rounds
-            prompt = [*seq.tokens, 3, 1, 4, 1]
-    assert found[True] == found[False]
+    sequences = check_conversation(lambda reuse: decoder_of(opened(way, 2), reuse=reuse), LONG[:20])
+    check_plain(opened(way, 2).model, sequences)
 
 
 @pytest.mark.fuzz
@@ -89,9 +70,8 @@ def test_crowds_of_related_prompts_get_the_texts_that_plain_engines_give(opened,
             params = SamplingParams(max_tokens=data.draw(st.integers(1, 6)))
             batch.append(make_sequence(i, prompt[:50], params, scope=""))
         run(decoder, batch)
-        for seq in batch:
-            assert seq.output == expected(made, seq.tokens[: seq.num_prompt_tokens], len(seq.output))
-            known.append(seq.tokens)
+        check_plain(made.model, batch)
+        known += [seq.tokens for seq in batch]
 
 
 def held(executor, row, count):

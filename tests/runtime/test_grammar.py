@@ -3,17 +3,16 @@
 import json
 import random
 import re
-from contextlib import closing
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 
-from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime import SamplingParams
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.grammar import _make_masks
 from specexport_runtime.sampling.structured import StructuredOutputs
-from tests.support.fakes.rounds import check_every_round
+from tests.support.fakes.rounds import opened
 
 pytest.importorskip("llguidance")
 
@@ -33,10 +32,8 @@ DRAFTERS = ("none", "draft-model", "self", "auto")
 
 @pytest.fixture(scope="module")
 def engine(demo_bundle):
-    with closing(SpecEngine.load(demo_bundle, max_num_seqs=4, num_threads=1, spin=False)) as engine:
-        check_every_round(engine)
+    with opened(demo_bundle, 4, adaptive=True) as engine:
         yield engine
-        engine.check()
 
 
 def check_json(text):

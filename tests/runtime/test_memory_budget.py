@@ -15,7 +15,8 @@ from tests.support.cases.memory import needs_linux, resident_bytes
 from tests.support.fakes import loop
 from tests.support.fakes.engine import make_engine, make_tokenizer
 from tests.support.fakes.engine_of import engine_of
-from tests.support.fakes.rounds import check_every_round
+from tests.support.fakes.heads_on_fakes import check_plain
+from tests.support.fakes.rounds import check_every_round, opened
 
 PAGE = 8 * ENTRY_BYTES
 ROW = loop.CAPACITY * ENTRY_BYTES
@@ -44,9 +45,7 @@ def finish(decoder, *sequences):
         decoder.step()
         decoder.check()
         assert decoder.target.executor.resident_bytes <= decoder.load.kv_bytes_resident <= decoder.slots.memory.limit
-    for seq in sequences:
-        prompt = seq.tokens[: seq.num_prompt_tokens]
-        assert seq.output == loop.greedy_reference(decoder.target.executor, prompt, seq.max_tokens)
+    check_plain(decoder.target.executor, sequences)
 
 
 def ask(decoder, prompt, tokens=6, **options):
@@ -171,10 +170,9 @@ def test_sizes_that_are_none(given):
 @needs_linux
 def test_memory_really_goes_back(demo_bundle):
     """By what the system says is resident, which the engine's own count equals."""
-    options = {"max_num_seqs": 6, "num_threads": 1, "spin": False, "adaptive": False, "max_model_len": 400}
     prompts = [[7 + i] * 100 for i in range(6)]
     params = SamplingParams(max_tokens=8, ignore_eos=True)
-    with closing(SpecEngine.load(demo_bundle, kv_cache_memory_bytes="16MiB", **options)) as engine:
+    with opened(demo_bundle, 6, max_model_len=400, kv_cache_memory_bytes="16MiB") as engine:
         executors = [engine.target, engine.draft]
         assert sum(map(resident_bytes, executors)) == 0
         loads, limit = [], 16 << 20
@@ -191,8 +189,7 @@ def test_memory_really_goes_back(demo_bundle):
         engine._loop.decoder.slots.clear()
         engine._loop.decoder.slots.memory.settle()
         assert sum(map(resident_bytes, executors)) <= SPARE_SHARE * limit
-        engine.check()
-    with closing(SpecEngine.load(demo_bundle, **options)) as engine:
+    with opened(demo_bundle, 6, max_model_len=400) as engine:
         assert [each.token_ids for each in engine.generate(prompts, params)] == [each.token_ids for each in results]
 
 

@@ -11,13 +11,11 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.requests.records import DraftStage, Proposal
 from specexport_runtime.requests.request import RoundEvent
 from specexport_runtime.telemetry.observers import RoundRecord
-from tests.support.fakes.adaptive import gated_curves
-from tests.support.fakes.adaptive import make_decoder as make_adaptive_decoder
 from tests.support.fakes.engine import make_engine
+from tests.support.fakes.goodput_fakes import gated_curves, make_decoder
 from tests.support.fakes.loop import finish, make_sequence
 from tests.support.fakes.rounds import check_every_round
-from tests.support.fakes.submitted import LONG, expected, slow_down
-from tests.support.fakes.watcher import Watcher, wait_for_rest
+from tests.support.fakes.submitted import LONG, Watcher, expected, slow_down, wait_for_rest
 
 
 @pytest.fixture
@@ -158,7 +156,7 @@ def test_saved_seconds_are_per_row():
 def drafts(watched):
     """What adaptive sequences drafted, and drew, in company of others that are not adaptive."""
     target = FakeExecutor(17, 3, 200, context=2, num_gates=12)
-    decoder = make_adaptive_decoder(target, FakeExecutor(17, 3, 200, context=2, noise=1.5), 3)
+    decoder = make_decoder(target, FakeExecutor(17, 3, 200, context=2, noise=1.5), 3)
     if watched:
         decoder.observers.add(Watcher())
     begin_round, loads, params = decoder.lengths.begin_round, [], SamplingParams(max_tokens=30, temperature=0.9)

@@ -12,25 +12,13 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.support.cases import chance
 from tests.support.cases.entries import changed
-from tests.support.fakes.cuda_sessions import (
-    CACHES,
-    CAPACITY,
-    ENTRY,
-    INPUTS,
-    LAYERS,
-    ROWS,
-    VOCAB,
-    FakeSession,
-    make_executor,
-)
-from tests.support.fakes.fake_onnxruntime import FakeOrt, view
+from tests.support.fakes.cuda_sessions import CAPACITY, ENTRY, INPUTS, LAYERS, ROWS, VOCAB, fake_ort, make_executor
+from tests.support.fakes.fake_onnxruntime import view
 
 
 @pytest.fixture
 def ort(monkeypatch):
-    module = FakeOrt(lambda ort, path: FakeSession(ort, ort.inputs))
-    module.inputs = [*INPUTS, "block_table", "attention_metadata", *CACHES]
-    return module.install(monkeypatch)
+    return fake_ort(monkeypatch)
 
 
 def fill(executor, shape, counts, kv_lens, tokens):

@@ -17,6 +17,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
+from tests.support.fakes.heads_on_fakes import check_plain
 from tests.support.fakes.loop import CAPACITY, VOCAB, finish, greedy_reference, make_sequence, make_target
 from tests.support.references.exact import P_VALUE
 from tests.support.references.exact_texts import least_p_value, make_requests
@@ -120,12 +121,6 @@ def sequences(prompts=PROMPTS, plan=PLAN, **options):
     return [make_sequence(i, prompt, params, draft_plan=plan, seed=i, **exits) for i, prompt in enumerate(prompts)]
 
 
-def check_plain(decoding):
-    for seq in decoding:
-        prompt = seq.tokens[: seq.num_prompt_tokens]
-        assert seq.output == greedy_reference(make_target(), prompt, seq.num_generated)
-
-
 def ideal_accepted(token_map: TokenMap, target: FakeExecutor, prompt: list[int], count: int, lookahead: int) -> int:
     """Accepted drafts of greedy rounds, by the definition: the target's likeliest of the shared tokens."""
     shared = set(token_map.target_ids[token_map.target_ids != NOT_SHARED].tolist())
@@ -148,7 +143,7 @@ def test_greedy_text_is_plain_and_acceptance_is_that_of_the_definition(exits, ro
     """The draft reads the whole text right after each round, or it would guess otherwise, or fail."""
     target, decoding = make_target(), sequences(exits=exits)
     finish(make_decoder(make_drafter(MAP, rows=rows), rows), decoding)
-    check_plain(decoding)
+    check_plain(make_target(), decoding)
     for seq, prompt in zip(decoding, PROMPTS, strict=True):
         assert exits or seq.stats.accepted == ideal_accepted(MAP, target, prompt, 30, 4)
     assert sum(seq.stats.accepted for seq in decoding) > 20
@@ -169,7 +164,7 @@ def test_texts_are_plain_ones(case):
         decoder.drafter.drafters["lookup"] = LookupDrafter()
         decoding = sequences(plan=(DraftStage("lookup", 7), *PLAN))
     finish(decoder, decoding)
-    check_plain(decoding)
+    check_plain(make_target(), decoding)
     assert sum(seq.stats.accepted for seq in decoding) > 20
 
 
@@ -233,7 +228,7 @@ def test_a_text_whose_spelling_is_too_long_is_not_drafted_for(monkeypatch):
     monkeypatch.setattr(other_tokens, "STRETCH", 1.0)
     decoding, drafter = sequences([[1, 2, 4, 5, 6, 7, 8] * 3]), make_drafter(make_map(VOCAB, [3, 9]))
     finish(make_decoder(drafter), decoding)
-    check_plain(decoding)
+    check_plain(make_target(), decoding)
     assert decoding[0].stats.drafted == 0
     assert not drafter.runner.executor.calls
 

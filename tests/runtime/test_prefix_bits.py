@@ -1,13 +1,11 @@
 """Prefix reuse, pauses and budgets on a real engine: the same texts, and log-probabilities to the last bit."""
 
-from contextlib import closing
-
 import pytest
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.structured import StructuredOutputs
-from tests.support.fakes.rounds import check_every_round
+from tests.support.fakes.rounds import opened
 
 STARTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n",
@@ -46,13 +44,9 @@ def int8_bundle(demo_pair, tmp_path_factory):
 def compare(bundle, drafter, temperature, **options):
     """What :func:`converse` finds with and without reuse, the former with ``options``."""
     runs = []
-    for own in ({**options}, {"enable_prefix_caching": False}):
-        with closing(
-            SpecEngine.load(bundle, **{"max_num_seqs": 2, "num_threads": 1, "spin": False, "adaptive": False, **own})
-        ) as engine:
-            check_every_round(engine)
+    for own in (options, {"enable_prefix_caching": False}):
+        with opened(bundle, **({"rows": 2} | own)) as engine:
             runs.append(converse(engine, drafter, temperature))
-            engine.check()
     (found, cached), (wanted, nothing) = runs
     assert nothing == [[None, None]] * len(SAID)
     first, *later = cached
@@ -68,7 +62,7 @@ def compare(bundle, drafter, temperature, **options):
 )
 def test_int8_engines_give_the_same_bits(int8_bundle, drafter, temperature, budget):
     """Also where rows begin at pages, and memory goes back: there is room for two conversations, and for no others."""
-    options = {"kv_cache_memory_bytes": "4MiB", "max_model_len": 256, "max_num_seqs": 4} if budget else {}
+    options = {"kv_cache_memory_bytes": "4MiB", "max_model_len": 256, "rows": 4} if budget else {}
     found, wanted = compare(int8_bundle, drafter, temperature, **options)
     assert found == wanted
 
@@ -105,22 +99,14 @@ def pause_both(engine, drafter, **sampling):
 @pytest.mark.parametrize("reuse", [False, True], ids=["read again", "kept"])
 def test_a_pause_changes_no_bit_of_an_int8_engine(int8_bundle, reuse):
     rows = {"prefix_rows": 1} if reuse else {"enable_prefix_caching": False}
-    with closing(
-        SpecEngine.load(int8_bundle, max_num_seqs=1, num_threads=1, spin=False, adaptive=False, **rows)
-    ) as engine:
-        check_every_round(engine)
+    with opened(int8_bundle, 1, **rows) as engine:
         for drafter, temperature in (("none", 0.8), ("draft-model", 0.0), ("draft-model", 0.8), ("lookup", 0.8)):
             alone, again = pause_both(engine, drafter, temperature=temperature, seed=4, repetition_penalty=1.1)
             assert (again.token_ids, again.logprobs, again.text) == (alone.token_ids, alone.logprobs, alone.text)
-        engine.check()
 
 
 def test_a_pause_changes_no_bit_of_a_float_engine(demo_bundle):
-    with closing(
-        SpecEngine.load(
-            demo_bundle, max_num_seqs=1, num_threads=1, spin=False, adaptive=False, enable_prefix_caching=False
-        )
-    ) as engine:
+    with opened(demo_bundle, 1, enable_prefix_caching=False) as engine:
         for drafter in ("draft-model", "self"):
             alone, again = pause_both(engine, drafter)
             assert (again.token_ids, again.logprobs) == (alone.token_ids, alone.logprobs)
@@ -129,19 +115,16 @@ def test_a_pause_changes_no_bit_of_a_float_engine(demo_bundle):
 def test_a_text_of_a_given_form_goes_on_where_it_was(int8_bundle):
     pytest.importorskip("llguidance")
     form = StructuredOutputs(regex="[a-z]{40}-[0-9]{60}")
-    with closing(SpecEngine.load(int8_bundle, max_num_seqs=1, num_threads=1, spin=False, adaptive=False)) as engine:
+    with opened(int8_bundle, 1) as engine:
         sampling = {"max_tokens": 110, "temperature": 1.0, "seed": 2, "structured_outputs": form, "ignore_eos": False}
         alone, again = (paused(engine, marks, "lookup", **sampling) for marks in ((), (20, 70)))
-        engine.check()
     assert again.stats.preemptions >= 1
     assert again.text == alone.text
     assert again.stats.drafters == alone.stats.drafters
 
 
 def test_a_pinned_prefix_stays(demo_bundle):
-    with closing(
-        SpecEngine.load(demo_bundle, max_num_seqs=1, prefix_rows=1, num_threads=1, spin=False, adaptive=False)
-    ) as engine:
+    with opened(demo_bundle, 1, prefix_rows=1) as engine:
         system = engine.encode(STARTS[0])
         assert engine.pin_prefix(system) == len(system)
         with pytest.raises(InvalidRequestError, match="no row is left for a prefix: 1 keep prefixes"):
@@ -157,7 +140,6 @@ def test_a_pinned_prefix_stays(demo_bundle):
         assert not engine.unpin_prefix(system)
         with pytest.raises(InvalidRequestError, match="a prefix of 3 tokens cannot be kept"):
             engine.pin_prefix([1, 2, 3])
-        engine.check()
 
 
 def test_rows_for_prefixes_are_refused_where_nothing_is_kept(demo_bundle):

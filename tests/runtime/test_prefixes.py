@@ -14,7 +14,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage, Proposal
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.fakes import heads_on_fakes, loop
-from tests.support.fakes.fed import ask, fed
+from tests.support.fakes.fed import ask, check_conversation, fed
 from tests.support.fakes.requests import request_of
 
 LONG = (np.arange(30) * 7 % loop.VOCAB).tolist()
@@ -32,20 +32,7 @@ def decoder_of(rows=4, *, draft="good", most=None, reuse=True, **options):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("draft", ["good", "same", None])
 def test_a_conversation_reads_only_what_is_new(draft, temperature):
-    """And every text and every draft is what it is where all is read anew."""
-    texts = {}
-    for reuse in (True, False):
-        decoder, prompt, texts[reuse] = decoder_of(2, draft=draft, reuse=reuse), LONG[:20], []
-        for turn in range(4):
-            counts = fed(decoder)
-            seq = ask(decoder, prompt, seed=turn, temperature=temperature)
-            texts[reuse].append((seq.output, seq.stats.accepted_lengths, seq.stats.drafted))
-            if reuse and turn:
-                assert seq.stats.cached_tokens == len(prompt) - 5  # what came since, and the last token of the answer
-                rounds = sum(1 + drafted for drafted in [4] * seq.stats.rounds)
-                assert sum(counts) <= 5 + rounds
-            prompt = [*seq.tokens, 3, 1, 4, 1]
-    assert texts[True] == texts[False]
+    check_conversation(lambda reuse: decoder_of(2, draft=draft, reuse=reuse), LONG[:20], temperature)
 
 
 @pytest.mark.parametrize("rows", [2, 3])
@@ -71,8 +58,7 @@ def test_a_row_that_runs_is_copied_from():
     late = loop.make_sequence(1, [*LONG[:25], 1, 1], SamplingParams(max_tokens=6), scope="")
     loop.run(decoder, [late])
     assert late.stats.cached_tokens == 25
-    for seq, prompt in ((running, LONG), (late, [*LONG[:25], 1, 1])):
-        assert seq.output == loop.greedy_reference(decoder.target.executor, prompt, seq.max_tokens)
+    heads_on_fakes.check_plain(decoder.target.executor, [running, late])
 
 
 def test_prompts_that_come_together_are_read_once():
@@ -88,8 +74,7 @@ def test_prompts_that_come_together_are_read_once():
     loop.run(decoder, sequences)
     assert [seq.stats.cached_tokens for seq in sequences] == [0, 69, 68, 0]
     assert sum(counts) == 70 + 1 + 2 + 30 + 4 * 3
-    for seq in sequences:
-        assert seq.output == loop.greedy_reference(target, seq.tokens[: seq.num_prompt_tokens], 4)
+    heads_on_fakes.check_plain(target, sequences)
 
 
 def test_what_says_least_is_forgotten_first():

@@ -1,20 +1,19 @@
 """Layers with windows give back what lies before them: the same logits, and less memory."""
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime import SamplingParams
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK
 from specexport_runtime.packing import batch
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tests.support.cases.entries import changed
-from tests.support.fakes.rounds import check_every_round
+from tests.support.fakes.rounds import opened
 from tests.support.models.tiny_models import ARCHITECTURES, VOCAB, make_model, save_checkpoint
 from tests.support.references.engine_harness import resident_pages
 
@@ -75,8 +74,7 @@ def test_logits_have_the_same_bits_and_windows_take_less_memory(bundle: Path) ->
 
 def test_a_text_is_gone_on_from_where_its_windows_are_still_there(bundle: Path) -> None:
     tokens = np.random.default_rng(4).integers(3, VOCAB, 700).tolist()
-    with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=False)) as engine:
-        check_every_round(engine)
+    with opened(bundle, 2) as engine:
         params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=2)
 
         def ask(prompt: list[int], remember: bool = True) -> Any:
@@ -92,4 +90,3 @@ def test_a_text_is_gone_on_from_where_its_windows_are_still_there(bundle: Path) 
         for prompt, result in ((near, behind), (far, elsewhere)):
             alone = ask(prompt, remember=False)
             assert (alone.token_ids, alone.logprobs) == (result.token_ids, result.logprobs)
-        engine.check()

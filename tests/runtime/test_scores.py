@@ -1,16 +1,16 @@
 """Log-probabilities of prompts: those of the checkpoint itself, however the prompt is cut, whoever else is there."""
 
 import math
-from contextlib import closing
 
 import numpy as np
 import pytest
 
-from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime import SamplingParams
 from specexport_runtime.decoding import schedule
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.logprobs import logprobs_of
 from tests.support.fakes.loop import VOCAB, finish, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.rounds import opened
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n" * 5
 
@@ -76,13 +76,12 @@ def test_scores_are_those_of_the_checkpoint(demo_bundle, demo_pair):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    with closing(SpecEngine.load(demo_bundle, max_num_seqs=2, num_threads=1, spin=False)) as engine:
+    with opened(demo_bundle, 2, adaptive=True) as engine:
         ids = engine.encode(TEXT)
         assert len(ids) > 2 * schedule.MOST_SCORED
         params = [SamplingParams(max_tokens=4, prompt_logprobs=1), SamplingParams(max_tokens=4)]
         result, plain = engine.generate([ids, ids], params)
         assert result.token_ids == plain.token_ids
-        engine.check()
     model = AutoModelForCausalLM.from_pretrained(demo_pair / "target", dtype=torch.float32)
     with torch.no_grad():
         wanted = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].double(), -1)

@@ -17,10 +17,16 @@ from specexport_runtime.requests.records import Branch, DraftStage, Proposal
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from tests.support.fakes.loop import CAPACITY, VOCAB, make_sequence
-from tests.support.references.tree import best_beside
 
 PLAN = (DraftStage("draft-model", 4),)
 PROMPTS = [[3, 1], [1, 2, 3, 4, 5], [16] * 9]
+
+
+def best_beside(logits, token, count):
+    """The ``count`` likeliest tokens beside one, by sorting all; no less likely than ``LEAST_RATIO`` beside it."""
+    values = np.asarray(logits, np.float64)
+    ranked = [int(each) for each in np.lexsort((np.arange(len(values)), -values)) if each != token]
+    return [each for each in ranked if np.exp(values[each] - values[token]) >= LEAST_RATIO][:count]
 
 
 def propose(tree_size, *, rows=3, cut_head=None, lookahead=4, **options):

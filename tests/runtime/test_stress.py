@@ -70,7 +70,7 @@ class World:
         self.live = [item for item in self.live if item[0].finish_reason is None]
         for seq, prompt, params, plan, reference in done:
             alone = loop.make_sequence(0, prompt, params, seed=seq.index, draft_plan=plan, reference=reference)
-            loop.run(loop.make_decoder(self.target_alone(), loop.make_draft("good", 1), 4), [alone])
+            loop.run(self.decoder_alone(), [alone])
             whole = alone.output
             assert seq.output == (whole if seq.finish_reason == "length" else whole[: seq.num_generated])
             self.ended.append(seq.finish_reason)
@@ -101,10 +101,11 @@ class World:
         assert len(self.ended) == self.count
         assert self.ended.count("length") > self.count / 4
 
-    def target_alone(self):
-        fresh = loop.make_target(1, context=3)
-        fresh._memo = self.target._memo  # the same model; only its cache is new
-        return fresh
+    def decoder_alone(self):
+        """The same models; only their caches are new."""
+        target, draft = loop.make_target(1, context=3), loop.make_draft("good", 1)
+        target._memo, draft._memo = self.target._memo, self.draft._memo
+        return loop.make_decoder(target, draft, 4)
 
 
 @pytest.mark.one_of_kind

@@ -2,12 +2,11 @@
 
 import json
 import re
-from contextlib import closing
 
 import numpy as np
 import pytest
 
-from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime import SamplingParams
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.functions import ToolChoice, read_functions
 from specexport_runtime.intake.grammars import GrammarCompiler
@@ -15,7 +14,7 @@ from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import Thinking
 from tests.support.cases import chance
 from tests.support.fakes.chat_fakes import MARKERS, PLAIN, letters
-from tests.support.fakes.rounds import check_every_round
+from tests.support.fakes.rounds import opened
 
 pytest.importorskip("llguidance")
 
@@ -126,10 +125,8 @@ PROMPT = "def add(a, b):\n    return a + b\n\n\n"
 
 @pytest.fixture(scope="module")
 def engine(demo_bundle):
-    with closing(SpecEngine.load(demo_bundle, max_num_seqs=4, num_threads=1, spin=False)) as engine:
-        check_every_round(engine)
+    with opened(demo_bundle, 4, adaptive=True) as engine:
         yield engine
-        engine.check()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -14,7 +14,7 @@ from tests.support.cases import chance
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import fail_at, greedy_reference, make_target
 from tests.support.fakes.rounds import check_every_round
-from tests.support.fakes.watcher import Listener, Watcher, wait_for_rest
+from tests.support.fakes.submitted import Listener, Watcher, wait_for_rest
 
 THREADS = 12
 EACH = 8

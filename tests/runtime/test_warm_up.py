@@ -14,8 +14,8 @@ from specexport_runtime.executors.ort_cuda import open_ort_cuda_executor
 from specexport_runtime.executors.paged import CUDNN_SWITCH
 from specexport_runtime.executors.warm_up import warm_up
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from tests.support.fakes.cuda_sessions import CACHES, ENTRY, INPUTS, VOCAB, FakeSession
-from tests.support.fakes.fake_onnxruntime import FakeOrt, view
+from tests.support.fakes.cuda_sessions import ENTRY, VOCAB, FakeSession, fake_ort
+from tests.support.fakes.fake_onnxruntime import view
 
 LOOKAHEAD, ROWS = 4, 3
 
@@ -23,9 +23,7 @@ LOOKAHEAD, ROWS = 4, 3
 @pytest.fixture
 def ort(monkeypatch):
     monkeypatch.delenv(CUDNN_SWITCH, raising=False)
-    return FakeOrt(
-        lambda ort, _path: FakeSession(ort, [*INPUTS, "block_table", "attention_metadata", *CACHES])
-    ).install(monkeypatch)
+    return fake_ort(monkeypatch)
 
 
 def opened(role="target", **options):

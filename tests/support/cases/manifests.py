@@ -9,38 +9,25 @@ from specexport_runtime.bundle import manifest as module
 from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.manifest import Manifest, VocabularyInfo
 from specexport_runtime.bundle.profiles import Profile
+from tests.support.cases.entries import make_entry
 
 REPORT = entry.EngineReport(
     (("a", "b"),), 2, (entry.ProfileReport("decode 1x1", 40, 1, ("x",), 0, 1, 1),), "builder", 5, 9, 0.5, 7,
     {"engine": {"own": 3, "mapped": 4}},
 )  # fmt: skip
-ENTRY = entry.ModelEntry(
-    backend="ort-cpu",
-    dtype="float32",
-    vocab_size=300,
-    max_positions=512,
-    source=entry.SourceEntry("tiny", "ab", "Tiny"),
-    parameters=entry.Parameters(10**6, 900),
-    attention=entry.AttentionEntry((LayerGeometry(1, 8, 8),), "float32", 4, (-1,)),
-    engine=entry.EngineEntry(
-        path="target/model.onnx",
-        inputs=("input_ids", "logit_rows"),
-        padded=entry.PaddedGraph("target/model.padded.onnx", ("input_ids", "kv_positions")),
-        files=(
-            entry.EngineFile("target/sm89.engine", "sm89", "tensorrt", "10.0", 1000, REPORT),
-            entry.EngineFile("target/sm120.engine", "sm120", "tensorrt", "10.0"),
-        ),
-        limits=entry.EngineLimits((Profile("decode", 1, 1, 1, 1),), 300, 4),
-        gates=entry.Gates(obstacle="tied"),
-        fused=(("norm-fuse", 1),),
-        weight_formats=(entry.WeightFormat("int8", 40, 42),),
-        packed_bytes=(42, 160),
+ENTRY = make_entry(
+    vocab_size=300, max_positions=512, source=entry.SourceEntry("tiny", "ab", "Tiny"),
+    parameters=entry.Parameters(10**6, 900), states=(StateGeometry((3, 8), 8),), quantize="int8",
+    attention=entry.AttentionEntry((LayerGeometry(1, 8, 8),), "float32", 4, (-1,)), rope=entry.Rope("longrope", 256),
+    passes=(("constant-fold", 3),), path="target/model.onnx", inputs=("input_ids", "logit_rows"),
+    padded=entry.PaddedGraph("target/model.padded.onnx", ("input_ids", "kv_positions")),
+    files=(
+        entry.EngineFile("target/sm89.engine", "sm89", "tensorrt", "10.0", 1000, REPORT),
+        entry.EngineFile("target/sm120.engine", "sm120", "tensorrt", "10.0"),
     ),
-    states=(StateGeometry((3, 8), 8),),
-    quantize="int8",
-    passes=(("constant-fold", 3),),
-    rope=entry.Rope("longrope", 256),
-)
+    limits=entry.EngineLimits((Profile("decode", 1, 1, 1, 1),), 300, 4), obstacle="tied", fused=(("norm-fuse", 1),),
+    weight_formats=(entry.WeightFormat("int8", 40, 42),), packed_bytes=(42, 160),
+)  # fmt: skip
 DRAFT = replace(
     ENTRY,
     cut_lm_head=entry.CutLmHead("draft/lm_head_ids.npy", 120),
@@ -48,11 +35,9 @@ DRAFT = replace(
     parameters=entry.Parameters(10**6, 900, entry.ExpertSizes(600, 2, 8)),
     trial=entry.FormTrial(4, (entry.TriedForm("int8", 120, 0.5, 0.2, 1.5),)),
 )
-HEAD = entry.ModelEntry(
-    backend="ort-cpu", dtype="float32", vocab_size=300, max_positions=None,
-    source=entry.SourceEntry("tiny", "ab", "Tiny"), parameters=entry.Parameters(900, 900),
-    attention=entry.AttentionEntry((), "float32"),
-    engine=entry.EngineEntry("target/model.onnx", ("input_ids",), feature_size=8),
+HEAD = make_entry(
+    vocab_size=300, source=entry.SourceEntry("tiny", "ab", "Tiny"), parameters=entry.Parameters(900, 900),
+    path="target/model.onnx", inputs=("input_ids",), feature_size=8,
     draft_head=entry.DraftHeadEntry("eagle3", (2, -1), 0.5, "otherwise", 3, 7, "head/mask.npy", 4, reads_draft=True),
 )  # fmt: skip
 FILES = (

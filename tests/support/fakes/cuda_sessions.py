@@ -28,9 +28,9 @@ CACHES = [f"{kind}_cache.{i}" for i in range(len(LAYERS)) for kind in "kv"]
 class FakeSession:
     """Keeps each token in its cache entry and computes logits from what it finds there, like ``FakeExecutor``."""
 
-    def __init__(self, ort, inputs):
+    def __init__(self, ort, inputs, model=None):
         self.ort, self.names = ort, inputs
-        self.model = FakeExecutor(VOCAB, 1, 1)
+        self.model = model or FakeExecutor(VOCAB, 1, 1)
         self.broken = self.records = None
 
     def get_inputs(self):
@@ -80,6 +80,13 @@ class FakeSession:
         view(binding.outputs["token_ids"], np.int64)[...] = logits.argmax(axis=1)
 
 
+def fake_ort(patch: pytest.MonkeyPatch, model: FakeExecutor | None = None) -> FakeOrt:
+    """ONNX Runtime with such sessions, in its place; their inputs are those that it has by then."""
+    ort = FakeOrt(lambda ort, _path: FakeSession(ort, ort.inputs, model))
+    ort.inputs = [*INPUTS, "block_table", "attention_metadata", *CACHES]
+    return ort.install(patch)
+
+
 class Opened(NamedTuple):
     """A draft model on a GPU that a CPU plays."""
 
@@ -90,13 +97,7 @@ class Opened(NamedTuple):
 
 def open_cuda(folder: Path, patch: pytest.MonkeyPatch, model: FakeExecutor) -> Opened:
     del folder
-
-    def session(ort: Any, _path: str) -> FakeSession:
-        made = FakeSession(ort, [*INPUTS, "block_table", "attention_metadata", *CACHES])
-        made.model = model
-        return made
-
-    ort = FakeOrt(session).install(patch)
+    ort = fake_ort(patch, model)
     entry = changed(ENTRY, vocab_size=loop.VOCAB)
     executor = OrtCudaExecutor(Path("model.onnx"), entry, num_rows=model.num_rows, kv_capacity=loop.CAPACITY)
     rows = range(1, model.num_rows + 1)

@@ -20,3 +20,23 @@ def fed(decoder):
 
     decoder.target.step = step
     return counts
+
+
+def check_conversation(make_decoder, prompt, temperature=0.0):
+    """Only what is new is read, and every text and every draft is what it is where all is read anew: the sequences."""
+    found = {}
+    for reuse in (True, False):
+        decoder, text, found[reuse] = make_decoder(reuse), prompt, []
+        for turn in range(4):
+            counts = fed(decoder)
+            seq = ask(decoder, text, seed=turn, temperature=temperature)
+            found[reuse].append(seq)
+            if reuse and turn:
+                assert seq.stats.cached_tokens == len(text) - 5  # what came since, and the last token of the answer
+                assert sum(counts) <= 5 + 5 * seq.stats.rounds
+            text = [*seq.tokens, 3, 1, 4, 1]
+    texts, anew = (
+        [(seq.output, seq.stats.accepted_lengths, seq.stats.drafted) for seq in each] for each in found.values()
+    )
+    assert texts == anew
+    return found[True]

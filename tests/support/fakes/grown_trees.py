@@ -4,8 +4,6 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.requests.records import Branch, Proposal
@@ -54,7 +52,3 @@ def let_trees_grow(decoder: Any, target: FakeExecutor, *, right: float = 0.6, mo
     made = decoder.drafter
     decoder.drafter = GrowingDrafter(made.drafters, made.lengths)
     decoder.drafter.target, decoder.drafter.right, decoder.drafter.most = target, right, most
-
-
-def entries_of(executor: FakeExecutor, row: int, count: int) -> np.ndarray:
-    return executor._cache[row, :count].copy()

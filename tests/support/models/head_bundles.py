@@ -1,15 +1,14 @@
 """Bundles of a target and a head that a test wrote, and what their heads draft."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from specexport.compile.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
-from specexport_runtime import SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
-from tests.support.fakes.rounds import check_every_round
+from tests.support.fakes import rounds
+
+opened = rounds.opened
 
 
 def build(target_folder: Path, folder: Path, **options: Any) -> Path:
@@ -23,19 +22,6 @@ def build_module(path: Path, output: Path, **options: Any) -> Any:
     recipe = {"target": str(path), "head": "mtp", "output": str(output), "max_model_len": 64}
     build_bundle(BuildRecipe(**(recipe | options)))
     return load_manifest(output).models
-
-
-@contextmanager
-def opened(bundle: Path, rows: int = 3, **options: Any) -> Iterator[SpecEngine]:
-    """An engine that checks itself in every round, and at the end."""
-    usual = {"num_threads": 1, "spin": False, "adaptive": False, "max_num_seqs": rows}
-    engine = SpecEngine.load(bundle, **(usual | options))
-    check_every_round(engine)
-    try:
-        yield engine
-        engine.check()
-    finally:
-        engine.close()
 
 
 class Watch:

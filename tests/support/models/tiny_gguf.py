@@ -1,6 +1,7 @@
 """Tiny GGUF files, float or quantized, shared by the tests of the compiler."""
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,14 @@ from specexport.checkpoint.gguf_blocks import FORMATS
 from specexport.passes.block_weight import BlockWeight
 from tests.support.models.tiny_models import GROUPED, make_model
 
-NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-BLOCK = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp",
-    "mlp.router": "ffn_gate_inp",
-    **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+WHOLE = {
+    "self_attn.sinks": "attn_sinks.weight", "mlp.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias", "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight", "experts.down_proj": "ffn_down_exps.weight",
 }  # fmt: skip
-GEMMA = BLOCK | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
+"""Tensors of a layer whose names end in no kind: what a file calls them."""
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
@@ -141,33 +131,37 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
+@cache
+def _names(architecture: str) -> gguf.TensorNameMap:
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(kinds[architecture], 16)
+
+
+def name_of(architecture: str, name: str) -> str:
+    """What a file calls a tensor of a model of transformers; a name of a layer that gguf does not know stays."""
+    found = _names(architecture).get_name(name, (".weight", ".bias"))
+    if name.startswith("model.layers."):
+        _, _, layer, rest = name.split(".", 3)
+        found = f"blk.{layer}.{WHOLE[rest]}" if rest in WHOLE else found or f"blk.{layer}.{rest}"
+    return found or name
+
+
 def _tensors(model: Any, name: str, weight: Any, architecture: str) -> list[tuple[str, Any]]:
     """What a file has of a weight: names, and views of it."""
-    if name in NAMES:
-        return [(NAMES[name], weight)]
-    _, _, layer, rest = name.split(".", 3)
-    block, part = f"blk.{layer}.", rest.rpartition(".")[0]
-    alone = {"self_attn.sinks": "attn_sinks.weight", "mlp.e_score_correction_bias": "exp_probs_b.bias"}
-    if rest in alone:
-        return [(block + alone[rest], weight)]
-    if ".experts." in rest:
-        experts = model.get_submodule(name.rpartition(".")[0])
-        kind = "bias" if rest.endswith("_bias") else "weight"
+    layer, _, part = name.partition(".mlp.experts.")
+    if part:
+        experts = model.get_submodule(f"{layer}.mlp.experts")
+        kind = "bias" if part.endswith("_bias") else "weight"
         whole = weight.transpose(1, 2) if experts.is_transposed and kind == "weight" else weight
-        if "down_proj" in rest:
-            return [(f"{block}ffn_down_exps.{kind}", whole)]
         halves = whole.chunk(2, dim=1) if experts.is_concatenated else (whole[:, ::2], whole[:, 1::2])
-        return [(f"{block}ffn_{way}_exps.{kind}", half) for way, half in zip(("gate", "up"), halves, strict=True)]
-    names = GEMMA if architecture.startswith("gemma") else BLOCK
-    if architecture == "gpt-oss":
-        names = names | {"post_attention_layernorm": "post_attention_norm"}
-    short = f"{block}{names[part]}.{rest.rpartition('.')[2]}"
-    if part == "mlp.shared_expert_gate":
+        parts = {"down": whole} if "down_proj" in part else dict(zip(("gate", "up"), halves, strict=True))
+        return [(name_of(architecture, f"{layer}.ffn_{way}_exps.{kind}"), each) for way, each in parts.items()]
+    if name.endswith("mlp.shared_expert_gate.weight"):
         weight = weight[0]
-    if architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):  # turned in pairs, not in halves
+    if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):  # turned in pairs, not in halves
         dim = model.config.hidden_size // model.config.num_attention_heads
         weight = weight.view(-1, 2, dim // 2, *weight.shape[1:]).transpose(1, 2)
-    return [(short, weight)]
+    return [(name_of(architecture, name), weight)]
 
 
 def write_experts(path: Path, architecture: str, kinds: dict[str, str], *, one_row: bool = False, **stated: Any) -> Any:

@@ -7,36 +7,18 @@ from typing import Any
 import torch
 
 from tests.support.models import tiny_gguf_modules
-from tests.support.models.tiny_gguf import GEMMA, NAMES
+from tests.support.models.tiny_gguf import name_of
 
-_NAMES = GEMMA | {
-    "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
-    "pre_feedforward_layernorm_2": "pre_ffw_norm_2", "post_feedforward_layernorm_1": "post_ffw_norm_1",
-    "post_feedforward_layernorm_2": "post_ffw_norm_2", "router.proj": "ffn_gate_inp",
-}  # fmt: skip
-_WHOLE = {
-    "layer_scalar": "layer_output_scale.weight", "router.scale": "ffn_gate_inp.scale",
-    "router.per_expert_scale": "ffn_down_exps.scale", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
-    "experts.down_proj": "ffn_down_exps.weight",
-}  # fmt: skip
-_BESIDE = NAMES | {
-    "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
-    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
-    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
-    "pre_projection.weight": "nextn.pre_projection.weight",
-    "post_projection.weight": "nextn.post_projection.weight",
-}
+_PROJECTIONS = {f"{way}_projection.weight": f"nextn.{way}_projection.weight" for way in ("pre", "post")}
 
 
 def gemma_file(path: Path, model: Any, changed: Mapping[str, Any] = {}, **how: Any) -> Path:
-    config, found = model.config.get_text_config(), {}
-    for name, value in model.state_dict().items():
-        if name.startswith("model.layers."):
-            _, _, layer, rest = name.split(".", 3)
-            part, _, ending = rest.rpartition(".")
-            found[f"blk.{layer}.{_WHOLE.get(rest) or f'{_NAMES[part]}.{ending}'}"] = value
-        elif name != "lm_head.weight" and name in _BESIDE:
-            found[_BESIDE[name]] = value
+    config = model.config.get_text_config()
+    found = {
+        _PROJECTIONS.get(name) or name_of("gemma4", name): value
+        for name, value in model.state_dict().items()
+        if name in _PROJECTIONS or name.startswith("model.")
+    }
     turned = config.rope_parameters["full_attention"]["partial_rotary_factor"]
     size = _per_kind(config)["full_attention"].head_dim
     ones = int(size * turned / 2)

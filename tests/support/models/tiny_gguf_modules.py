@@ -1,7 +1,6 @@
 """GGUF files of targets with MTP modules, as llama.cpp's converter writes them, from the models of ``tiny_modules``."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,43 +9,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.support.models.tiny_gguf import BLOCK, NAMES, add_vocabulary, finish, setting_of
+from tests.support.models.tiny_gguf import add_vocabulary, finish, name_of, setting_of
 from tests.support.models.tiny_modules import Module
 from tests.support.models.tiny_turns import Modules
 
-_QWEN = BLOCK | {
-    "post_attention_layernorm": "post_attention_norm",
-    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
-}  # fmt: skip
 _NEXTN = {"embed_norm": "enorm", "feature_norm": "hnorm", "fc": "eh_proj", "norm": "shared_head_norm"}
 
 
 def _tiled(config: Any, weight: Tensor, size: int, dim: int = 0) -> Tensor:
     """Value heads of ``size`` rows in the order of ggml: the first of each key head, then the second of each."""
+    if config.model_type == "qwen3_next":  # keeps the model's order
+        return weight
     keys = config.linear_num_key_heads
     split = weight.unflatten(dim, (keys, config.linear_num_value_heads // keys, size))
     return split.transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
 def _qwen(config: Any, name: str, weight: Tensor) -> dict[str, Tensor]:
-    """What a file of Qwen3.5 has of a tensor of a layer; ``name`` is the model's, within the layer."""
+    """What a file of Qwen3.5 or Qwen3-Next has of a tensor of a layer; ``name`` is the model's, within the layer."""
     size = config.linear_value_head_dim
     shared = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    part = name.removesuffix(".weight")
     if ".experts." in name:
         return _experts(name, weight)
-    part, _, ending = name.rpartition(".")
-    if ending == "A_log":
-        return {"ssm_a": _tiled(config, -weight.exp(), 1)}
-    if ending == "dt_bias":
-        return {"ssm_dt.bias": _tiled(config, weight, 1)}
-    if part.endswith(("in_proj_qkv", "conv1d")):
-        flat = weight.flatten(1) if part.endswith("conv1d") else weight
+    if part.endswith("in_proj_qkvz"):  # first the queries of all key heads, then the keys, …
+        values = config.linear_num_value_heads // config.linear_num_key_heads * size
+        sizes = [config.linear_key_head_dim] * 2 + [values] * 2
+        parts = weight.unflatten(0, (config.linear_num_key_heads, -1)).split(sizes, dim=1)
+        *mixed, gate = (each.flatten(0, 1) for each in parts)
+        return {"attn_qkv.weight": torch.cat(mixed), "attn_gate.weight": gate}
+    if part.endswith("A_log"):
+        weight = _tiled(config, -weight.exp(), 1)
+    elif part.endswith(("in_proj_qkv", "conv1d")):
+        flat = weight.flatten(1)
         weight = torch.cat([flat[:shared], _tiled(config, flat[shared:], size)])
     elif part.endswith("in_proj_z"):
         weight = _tiled(config, weight, size)
-    elif part.endswith(("in_proj_a", "in_proj_b")):
+    elif part.endswith(("in_proj_a", "in_proj_b", "dt_bias")):
         weight = _tiled(config, weight, 1)
     elif part.endswith("out_proj"):
         weight = _tiled(config, weight, size, dim=1)
@@ -54,16 +53,7 @@ def _qwen(config: Any, name: str, weight: Tensor) -> dict[str, Tensor]:
         weight = weight + 1
     elif part.endswith("shared_expert_gate"):
         weight = weight[0]
-    return {f"{_QWEN[part]}.{ending}": weight}
-
-
-_NEXT = _QWEN | {"linear_attn.in_proj_ba": "ssm_ba"}
-_SHARED = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
-_GLM = BLOCK | _SHARED | {"post_attention_layernorm": "post_attention_norm"}
-_LATENT = BLOCK | _SHARED | {
-    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b", "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-}  # fmt: skip
+    return {name: weight}
 
 
 def _experts(name: str, weight: Tensor) -> dict[str, Tensor]:
@@ -72,68 +62,36 @@ def _experts(name: str, weight: Tensor) -> dict[str, Tensor]:
     return dict(zip(("ffn_gate_exps.weight", "ffn_up_exps.weight"), weight.chunk(2, dim=1), strict=True))
 
 
-def _next(config: Any, name: str, weight: Tensor) -> dict[str, Tensor]:
-    """What a file of Qwen3-Next has of a tensor of a layer: first the queries of all key heads, then the keys, …"""
-    part, _, ending = name.rpartition(".")
-    if part.endswith("in_proj_qkvz"):
-        size = config.linear_key_head_dim
-        values = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
-        parts = weight.unflatten(0, (config.linear_num_key_heads, -1)).split([size, size, values, values], dim=1)
-        *mixed, gate = (each.flatten(0, 1) for each in parts)
-        return {"attn_qkv.weight": torch.cat(mixed), "attn_gate.weight": gate}
-    if part.endswith("conv1d"):
-        return {"ssm_conv1d.weight": weight.flatten(1)}
-    if part.endswith("in_proj_ba"):
-        return {"ssm_ba.weight": weight}
-    if ending == "A_log":
-        return {"ssm_a": -weight.exp()}
-    if ending == "dt_bias":
-        return {"ssm_dt.bias": weight}
-    if part.endswith("out_proj"):
-        return {"ssm_out.weight": weight}
-    return _qwen(config, name, weight)
-
-
-def _plain(names: Mapping[str, str], config: Any, name: str, weight: Tensor) -> dict[str, Tensor]:
+def _plain(config: Any, name: str, weight: Tensor) -> dict[str, Tensor]:
     """What a file has of a tensor of a layer of GLM-4.5, DeepSeek-V3 or MiMo-V2."""
-    part, _, ending = name.rpartition(".")
     if ".experts." in name:
         return _experts(name, weight)
-    if ending == "e_score_correction_bias":
-        return {"exp_probs_b.bias": weight}
-    if ending == "sinks":
-        return {"attn_sinks.weight": weight}
-    if part == "self_attn.kv_b_proj":
+    if name == "self_attn.kv_b_proj.weight":
         heads = weight.unflatten(0, (config.num_attention_heads, -1))
         keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
         return {"attn_k_b.weight": keys.transpose(1, 2), "attn_v_b.weight": values}
-    return {f"{names[part]}.{ending}": weight}
+    return {name: weight}
 
 
 def tensors_of(architecture: str, module: Module | Modules, num_layers: int) -> dict[str, Tensor]:
     """All tensors of a file; ``num_layers`` counts those of the target."""
     centred = isinstance(module, Module) and module.centred
     around = [module.tensors] if isinstance(module, Module) else module.tensors
-    config, split = module.target.config, _SPLITS[architecture]
+    config, split = module.target.config, _qwen if architecture.startswith("qwen") else _plain
     found = {
-        NAMES[name]: value + (centred and "norm" in name)
+        name_of(architecture, name): value + (centred and "norm" in name)
         for name, value in module.target.state_dict().items()
-        if name in NAMES and not (name == "lm_head.weight" and config.tie_word_embeddings)
+        if not name.startswith("model.layers.") and not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
     for name, value in module.deeper.state_dict().items():
         if name.startswith("model.layers."):
-            _, _, layer, rest = name.split(".", 3)
-            found |= {f"blk.{layer}.{short}": each for short, each in split(config, rest, value).items()}
+            *before, rest = name.split(".", 3)
+            parts = split(config, rest, value)
+            found |= {name_of(architecture, ".".join([*before, short])): each for short, each in parts.items()}
     for block, tensors in enumerate(around, num_layers):
         for name, short in _NEXTN.items():
             found[f"blk.{block}.nextn.{short}.weight"] = tensors[name] + (centred and name != "fc")
     return found
-
-
-_SPLITS: dict[str, Callable[[Any, str, Tensor], dict[str, Tensor]]] = {
-    "qwen35": _qwen, "qwen35moe": _qwen, "qwen3next": _next, "glm4moe": partial(_plain, _GLM),
-    "deepseek2": partial(_plain, _LATENT), "mimo2": partial(_plain, BLOCK),
-}  # fmt: skip
 
 
 def round_norms(model: Any) -> None:

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 VOCAB = 320
+KNOWN = 259
+"""Tokens that the tokenizer has: no other is ever drafted."""
 BASE = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,

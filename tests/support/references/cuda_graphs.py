@@ -10,6 +10,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
+from specexport.ops.reference import unpadded_attention
 from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size, spread
 from tests.support.fakes.fake_onnxruntime import FakeBinding, view
 
@@ -17,7 +18,7 @@ ROWS_BLOCKS = 2
 
 
 class PagedAttention(OpRun):
-    """The operator, from its schema, one query and one head at a time; what it would refuse fails here."""
+    """The operator, from its schema; what it would refuse fails here."""
 
     op_domain = "com.microsoft"
 
@@ -56,30 +57,15 @@ class PagedAttention(OpRun):
             for x, norm in ((query, q_norm), (key, k_norm))
         )
         keys, values = key_cache.copy(), value_cache.copy()
-        output = np.zeros((len(query), heads, size))
-        for row in range(len(past)):
-            entries = np.arange(past[row] + counts[row])
-            blocks, places = table[row, entries // block], entries % block
-            new = slice(cu[row], cu[row + 1])
-            keys[blocks[past[row] :], places[past[row] :]] = key[new].reshape(-1, kv_heads, size)
-            values[blocks[past[row] :], places[past[row] :]] = value[new].reshape(-1, kv_heads, size)
-            held_keys, held_values = (x[blocks, places].astype(np.float64) for x in (keys, values))
-            for j in range(counts[row]):
-                end = int(past[row]) + j + 1
-                window = attributes["local_window_size"]
-                seen = slice(max(0, end - window) if window > 0 else 0, end)
-                for head in range(heads):
-                    group = head // (heads // kv_heads)
-                    q = query[cu[row] + j].reshape(heads, size)[head].astype(np.float64)
-                    scores = held_keys[seen, group] @ q * attributes["scale"]
-                    if attributes["softcap"] > 0:
-                        scores = np.tanh(scores / attributes["softcap"]) * attributes["softcap"]
-                    top = scores.max()
-                    weights = np.exp(scores - top)
-                    rest_weight = 0.0 if sinks is None else np.exp(float(sinks[head]) - top)
-                    mixed = weights @ held_values[seen, group]
-                    output[cu[row] + j, head] = mixed / (weights.sum() + rest_weight)
-        return output.reshape(len(query), -1).astype(query.dtype), keys, values
+        entries = table[np.repeat(np.arange(len(past)), counts), at // block], at % block
+        for cache, new in ((keys, key), (values, value)):
+            cache[entries] = new.reshape(-1, kv_heads, size)
+        held = (cache[table].reshape(len(past), 1, -1, kv_heads, size).swapaxes(2, 3) for cache in (keys, values))
+        output, _, _ = unpadded_attention(
+            query, None, None, *held, (past + counts)[:, None], cu, sinks, num_heads=heads, kv_num_heads=kv_heads,
+            scale=attributes["scale"], window=attributes["local_window_size"], softcap=attributes["softcap"],
+        )  # fmt: skip
+        return output.astype(query.dtype), keys, values
 
 
 def _prepared(x: Any, norm: Any, cos: Any, sin: Any, at: np.ndarray, attributes: dict[str, Any]) -> Any:

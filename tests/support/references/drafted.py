@@ -10,7 +10,8 @@ from specexport.verify.logit_tree import LogitTree, Partition, conditional
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.sampling.sampler import Sampler
-from tests.support.models.head_bundles import Watch, opened
+from tests.support.fakes.rounds import opened
+from tests.support.models.head_bundles import Watch
 
 Wanted = Callable[[list[int], int, int], list[int]]
 DEPTH, RUNS = 3, 400

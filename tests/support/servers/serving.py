@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SpecEngine
 from specexport_runtime.async_engine import AsyncSpecEngine
@@ -17,10 +16,10 @@ from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.listener import http_server, loop_factory
 from tests.support.cases.patience import HANG_S, wait_until
+from tests.support.fakes.engine import make_tokenizer
 from tests.support.fakes.engine_of import engine_of
+from tests.support.fakes.loop import VOCAB
 
-VOCAB = 17
-WORDS = [f"w{i}" for i in range(VOCAB)]
 MAX_MODEL_LEN = 400
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
@@ -29,8 +28,6 @@ def fake_engine(
     rows: int = 4, *, step_seconds: float = 0.0, adapters: tuple[str, ...] = (), **options: Any
 ) -> SpecEngine:
     """An engine of two tiny numpy models that talks in the words w0 … w16; a step of the target takes so long."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     target = FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 16, num_adapters=len(adapters))
     draft = options.pop("draft", None) or FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 16, noise=0.4)
     if step_seconds:
@@ -42,7 +39,7 @@ def fake_engine(
 
         target.execute = slow  # type: ignore[method-assign]
     options = {"max_model_len": MAX_MODEL_LEN, "chat_template": TEMPLATE} | options
-    return engine_of(target, tokenizer, draft=draft, adapters=adapters, **options)
+    return engine_of(target, make_tokenizer(), draft=draft, adapters=adapters, **options)
 
 
 class Served:
