@@ -25,10 +25,10 @@ INLINE V exp_of(V x) {
   return (V)((I)(sum * (V)power) & (I)(x >= all(-708.0)));
 }
 
-INLINE V weights_of(const float* x, const Softmax& softmax) {
-  F some;
-  memcpy(&some, x, sizeof some);
-  return exp_of((__builtin_convertvector(some, V) - softmax.peak) * softmax.inverse) * softmax.scale;
+INLINE V masses_of(const float* x, const Softmax& softmax) {
+  F loaded;
+  memcpy(&loaded, x, sizeof loaded);
+  return exp_of((__builtin_convertvector(loaded, V) - softmax.peak) * softmax.inverse) * softmax.scale;
 }
 
 INLINE double total(V value) {
@@ -37,24 +37,30 @@ INLINE double total(V value) {
   return sum;
 }
 
-TARGET float top(const float* x, int64_t count) {
-  F most = F{} - __builtin_inff();
-  decltype(most == most) odd = most != most;
+TARGET float largest(const float* x, int64_t count) {
+  F peak = F{} - __builtin_inff();
+  decltype(peak == peak) nan = peak != peak;
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) {
-    F some;
-    memcpy(&some, x + i, sizeof some);
-    odd |= some != some;
-    most = some > most ? some : most;
+    F loaded;
+    memcpy(&loaded, x + i, sizeof loaded);
+    nan |= loaded != loaded;
+    peak = loaded > peak ? loaded : peak;
   }
   float found = -__builtin_inff();
-  bool is_odd = false;
-  for (int lane = 0; lane < LANES; lane++) is_odd |= odd[lane] != 0, found = most[lane] > found ? most[lane] : found;
-  for (; i < count; i++) is_odd |= x[i] != x[i], found = x[i] > found ? x[i] : found;
-  return is_odd ? __builtin_nanf("") : found;
+  bool has_nan = false;
+  for (int lane = 0; lane < LANES; lane++) {
+    has_nan |= nan[lane] != 0;
+    found = peak[lane] > found ? peak[lane] : found;
+  }
+  for (; i < count; i++) {
+    has_nan |= x[i] != x[i];
+    found = x[i] > found ? x[i] : found;
+  }
+  return has_nan ? __builtin_nanf("") : found;
 }
 
-// The last logits of a row, and -inf behind them: what has no weight.
+// The last logits of a row, and -inf behind them: what has no mass.
 struct Rest {
   float x[LANES];
   Rest(const float* from, int64_t count) {
@@ -82,10 +88,10 @@ INLINE double over(int64_t count, double* out, Mass mass, Last last) {
 }
 
 template <bool kStores>
-INLINE double weigh_as(const float* x, int64_t count, const Softmax& softmax, double* weights) {
+INLINE double sum_as(const float* x, int64_t count, const Softmax& softmax, double* masses) {
   return over<kStores>(
-      count, weights, [&](int64_t i) TARGET { return weights_of(x + i, softmax); },
-      [&](int64_t i) TARGET { return weights_of(Rest(x + i, count - i).x, softmax); });
+      count, masses, [&](int64_t i) TARGET { return masses_of(x + i, softmax); },
+      [&](int64_t i) TARGET { return masses_of(Rest(x + i, count - i).x, softmax); });
 }
 
 INLINE V above(V q, V p) {
@@ -96,14 +102,14 @@ INLINE V above(V q, V p) {
 template <bool kStores>
 INLINE double residual_as(const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
   return over<kStores>(
-      count, masses, [&](int64_t i) TARGET { return above(weights_of(q + i, of_q), weights_of(p + i, of_p)); },
+      count, masses, [&](int64_t i) TARGET { return above(masses_of(q + i, of_q), masses_of(p + i, of_p)); },
       [&](int64_t i) TARGET {
-        return above(weights_of(Rest(q + i, count - i).x, of_q), weights_of(Rest(p + i, count - i).x, of_p));
+        return above(masses_of(Rest(q + i, count - i).x, of_q), masses_of(Rest(p + i, count - i).x, of_p));
       });
 }
 
-TARGET double weigh(const float* x, int64_t count, const Softmax& softmax, double* weights) {
-  return weights ? weigh_as<true>(x, count, softmax, weights) : weigh_as<false>(x, count, softmax, nullptr);
+TARGET double sum(const float* x, int64_t count, const Softmax& softmax, double* masses) {
+  return masses ? sum_as<true>(x, count, softmax, masses) : sum_as<false>(x, count, softmax, nullptr);
 }
 
 TARGET double residual(const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
@@ -111,5 +117,5 @@ TARGET double residual(const float* q, const Softmax& of_q, const float* p, cons
 }
 }  // namespace
 
-extern const RowKernels KERNELS = {top, weigh, residual};
+extern const RowKernels KERNELS = {largest, sum, residual};
 }  // namespace specexport

@@ -15,10 +15,3 @@ constexpr const char* kGroupFormats[] = {"group4_64_f16",  "group4_16_f32_zero",
 int check_operators();
 int time_kernels();
 int check_draws(int number);
-
-extern "C" void specexport_cut_rows(int64_t, int64_t, const double*, const double*, const double*, const int32_t*, const float*,
-                                    double*, int64_t*, double*);
-extern "C" void specexport_cut_surplus(int64_t, const int64_t*, const double*, int64_t, const int64_t*, const double*, double,
-                                       double, double*);
-extern "C" void specexport_find_row(const float*, int64_t, const double*, double*, int32_t*, float*, float*, float*, double*);
-extern "C" void specexport_row_surplus(const double*, const float*, const float*, double*, double*);
