@@ -1,4 +1,5 @@
 // 256 bits: included by linear_avx2.cpp and linear_avxvnni.cpp inside their namespaces. A tile is two slices.
+// Registers of floats: 12 sums (two chains) + 2 weights + 1 = 15 of 16 ymm.
 constexpr int kLanes = 8, kMrFloats = 6, kAhead = 8192;  // 4 KB: up to 1.4 times as long, 16 KB the same (Zen 5)
 using V = __m256;
 using I = __m256i;
@@ -50,16 +51,16 @@ INLINE V load_halves(const uint8_t* p) { return _mm256_cvtph_ps(words8(p)); }
 INLINE V load_bf16(const uint8_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words8(p)), 16));
 }
-INLINE I ilevels(const uint8_t* p) { return _mm256_cvtepi8_epi32(bytes8(p)); }
-INLINE I ibytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(bytes8(p)); }
+INLINE I load_int8(const uint8_t* p) { return _mm256_cvtepi8_epi32(bytes8(p)); }
+INLINE I load_uint8(const uint8_t* p) { return _mm256_cvtepu8_epi32(bytes8(p)); }
 INLINE I imadd(I a, I b, I sum) { return _mm256_add_epi32(sum, _mm256_mullo_epi32(a, b)); }
-INLINE I iscaled(I level, I k) { return _mm256_madd_epi16(level, k); }
+INLINE I iscaled(I scale, I k) { return _mm256_madd_epi16(scale, k); }
 INLINE I ipair(I even, I odd) { return _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa); }
 INLINE I add_pairs(I pairs, int32_t two, I sum) { return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, iset(two))); }
 
 INLINE int32_t largest_bits(const float* x) {
   I largest = izero();
-  for (int i = 0; i < kBlock; i += 8)
+  for (int i = 0; i < kBlockInputs; i += 8)
     largest = _mm256_max_epi32(largest, _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i)),
                                                          _mm256_set1_epi32(0x7fffffff)));
   __m128i half = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));

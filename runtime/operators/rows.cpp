@@ -1,10 +1,9 @@
 // Draws from rows of logits, cuts of their candidates, and what a refusal leaves of two of them. The rules are those of
 // sampling/truncation.py and sampling/accept.py.
-#include "rows.h"
+#include "kernels.h"
 
 #include <math.h>
 
-#include "cpu.h"
 
 namespace specexport {
 namespace {
@@ -43,32 +42,24 @@ int64_t find(int64_t count, double target, Mass mass) {
   return last;
 }
 
-const RowKernels& row_kernels() {
-#if defined(__x86_64__) || defined(_M_X64)
-  if (isa() == Isa::avx512vnni || isa() == Isa::amx) return rows_avx512;
-  if (isa() != Isa::portable) return rows_avx2;
-#endif
-  return rows_portable;
-}
-
 // A row of `width` logits in blocks, with the sum of each and room for the masses of one.
 struct Blocks {
   int64_t width;
   double* sums;
-  double masses[kRowBlock];
+  double masses[kBlockLogits];
 
   int64_t size(int64_t block) const {
-    const int64_t left = width - block * kRowBlock;
-    return left < kRowBlock ? left : kRowBlock;
+    const int64_t left = width - block * kBlockLogits;
+    return left < kBlockLogits ? left : kBlockLogits;
   }
-  int64_t count() const { return (width + kRowBlock - 1) / kRowBlock; }
+  int64_t count() const { return (width + kBlockLogits - 1) / kBlockLogits; }
   // The place at `target` of the running sum; `fill` puts a block's masses there.
   template <class Fill>
   int64_t draw(double target, Fill fill) {
     const int64_t block = find(count(), target, [&](int64_t i) { return sums[i]; });
     for (int64_t i = 0; i < block; i++) target -= sums[i];
     fill(block);
-    return block * kRowBlock + find(size(block), target, [&](int64_t i) { return masses[i]; });
+    return block * kBlockLogits + find(size(block), target, [&](int64_t i) { return masses[i]; });
   }
 };
 
@@ -77,7 +68,7 @@ int64_t gather(const float* x, const float* peaks, const Blocks& row, float leas
   int64_t found = 0;
   for (int64_t block = 0; block < row.count(); block++) {
     if (!(peaks[block] >= least)) continue;
-    for (int64_t i = block * kRowBlock, end = i + row.size(block); i < end; i++) {
+    for (int64_t i = block * kBlockLogits, end = i + row.size(block); i < end; i++) {
       if (!(x[i] >= least)) continue;
       if (found == kMaxCandidates) return kMaxCandidates + 1;
       ids[found] = int32_t(i);
@@ -114,7 +105,7 @@ void specexport_cut_rows(int64_t rows, int64_t most, const RowQuery* queries, co
     CutResult& cut = cuts[row];
     cut.count = 0;
     const bool is_wanted = query.temperature > 0 && query.cuts != 0 && isfinite(of_row.total);
-    if (!is_wanted || !(of_row.candidates >= 1 && of_row.candidates <= most && most <= kMaxCandidates)) continue;
+    if (!is_wanted || !(of_row.candidates >= 1 && of_row.candidates <= double(most) && most <= kMaxCandidates)) continue;
     const int64_t count = int64_t(of_row.candidates);
     for (int64_t i = 0; i < count; i++) all[i] = {ids[i], 0.0, values[i]};
     sort(all, count, [](const Candidate& a, const Candidate& b) {
@@ -130,8 +121,10 @@ void specexport_cut_rows(int64_t rows, int64_t most, const RowQuery* queries, co
     if (kept_masses[row] < 1) {
       const double goal = kept_masses[row] * (query.top_p > 0 ? of_row.total : sum);
       double running = 0;
-      for (int64_t i = 0; i < kept; i++)
-        if ((running += all[i].mass) >= goal) kept = i + 1;
+      for (int64_t i = 0; i < kept; i++) {
+        running += all[i].mass;
+        if (running >= goal) kept = i + 1;
+      }
       sum = running;
     }
     cut = {double(kept), all[0].mass / sum, 0, 0, 0};
@@ -167,7 +160,7 @@ void specexport_cut_residual(int64_t num_targets, const int64_t* target_ids, con
 
 void specexport_query_row(const float* x, int64_t count, const RowQuery* asked, RowResult* result, int32_t* ids,
                           float* values, float* peaks, float* sorted, double* sums) {
-  const RowKernels& kernels = row_kernels();
+  const RowKernels& with = kernels().rows;
   const RowQuery& query = *asked;
   const bool is_narrow = query.width > 0 && query.width < double(count);
   Blocks row{is_narrow ? int64_t(query.width) : count, sums, {}};
@@ -175,11 +168,11 @@ void specexport_query_row(const float* x, int64_t count, const RowQuery* asked, 
   int64_t likeliest = -1;
   bool has_nan = false;
   for (int64_t block = 0; block < row.count(); block++) {
-    peaks[block] = kernels.largest(x + block * kRowBlock, row.size(block));
-    has_nan |= peaks[block] != peaks[block];
+    peaks[block] = with.largest(x + block * kBlockLogits, row.size(block));
+    has_nan |= bool(isnan(peaks[block]));
     if (!(peaks[block] > peak)) continue;
     peak = peaks[block];
-    likeliest = block * kRowBlock;
+    likeliest = block * kBlockLogits;
   }
   while (likeliest >= 0 && x[likeliest] != peak) likeliest++;
   *result = {peak, NAN, 0, 0, 0, 0, 0, has_nan ? -1.0 : double(likeliest)};
@@ -188,17 +181,17 @@ void specexport_query_row(const float* x, int64_t count, const RowQuery* asked, 
   double total = 0;
   const bool is_whole = query.cuts == 0 || query.top_p > 0;  // else what the cuts leave says all
   for (int64_t block = 0; is_whole && block < row.count(); block++)
-    total += sums[block] = kernels.sum(x + block * kRowBlock, row.size(block), softmax, nullptr);
+    total += sums[block] = with.sum(x + block * kBlockLogits, row.size(block), softmax, nullptr);
   result->total = is_whole ? total : 1;
   if (query.cuts == 0) {
     const auto fill = [&](int64_t block) {
-      kernels.sum(x + block * kRowBlock, row.size(block), softmax, row.masses);
+      with.sum(x + block * kBlockLogits, row.size(block), softmax, row.masses);
     };
     const int64_t drawn = row.draw(query.uniform * total, fill);
     result->drawn = double(drawn);
-    result->drawn_probability = row.masses[drawn % kRowBlock] / total;
+    result->drawn_probability = row.masses[drawn % kBlockLogits] / total;
     if (query.token >= 0 && query.token < double(row.width)) {
-      kernels.sum(x + int64_t(query.token), 1, softmax, row.masses);
+      with.sum(x + int64_t(query.token), 1, softmax, row.masses);
       result->token_probability = row.masses[0] / total;
     }
     return;
@@ -222,17 +215,17 @@ void specexport_query_row(const float* x, int64_t count, const RowQuery* asked, 
 }
 
 void specexport_row_residual(const ResidualQuery* query, double* sums, ResidualResult* result) {
-  const RowKernels& kernels = row_kernels();
+  const RowKernels& with = kernels().rows;
   const Softmax of_q = {query->peak, 1 / fmax(query->temperature, kColdest), query->weight / query->total};
   const Softmax of_p = {query->other_peak, 1 / fmax(query->other_temperature, kColdest), 1 / query->other_total};
   const int64_t drafts = int64_t(query->other_width);
   Blocks row{int64_t(query->width), sums, {}};
   const auto masses = [&](int64_t block, double* out) {
-    const int64_t start = block * kRowBlock, size = row.size(block);
+    const int64_t start = block * kBlockLogits, size = row.size(block);
     const float* q = query->target + start;
     const int64_t both = drafts < start ? 0 : drafts - start < size ? drafts - start : size;
-    double sum = both ? kernels.residual(q, of_q, query->draft + start, of_p, both, out) : 0;
-    if (size > both) sum += kernels.sum(q + both, size - both, of_q, out ? out + both : nullptr);
+    double sum = both ? with.residual(q, of_q, query->draft + start, of_p, both, out) : 0;
+    if (size > both) sum += with.sum(q + both, size - both, of_q, out ? out + both : nullptr);
     return sum;
   };
   double total = 0;

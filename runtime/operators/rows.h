@@ -49,7 +49,7 @@ static_assert(sizeof(RowQuery) == 64 && sizeof(RowResult) == 64 && sizeof(Residu
                   sizeof(ResidualResult) == 16 && sizeof(CutResult) == 40,
               "they have no gaps");
 
-constexpr int64_t kMaxCandidates = 1024, kRowBlock = 512;
+constexpr int64_t kMaxCandidates = 1024, kBlockLogits = 512;
 // exp((x - peak) * inverse) * scale; `inverse` is 1 / T.
 struct Softmax {
   double peak, inverse, scale;
@@ -66,8 +66,8 @@ extern const RowKernels rows_portable, rows_avx2, rows_avx512;
 }  // namespace specexport
 
 // Of each row: query and result as on the device, `kept_masses` [rows] (top-p of what the other cuts leave), candidates
-// [rows, most] in any order. Gives what stays: ids [rows, most] ascending, and their probabilities. A row of which there
-// are no candidates, or more than `most` (kMaxCandidates at most), has 0 that stay.
+// [rows, most] in any order. Gives what stays: ids [rows, most] ascending, and their probabilities. A row of which
+// there are no candidates, or more than `most` (kMaxCandidates at most), has 0 that stay.
 ORT_EXPORT void specexport_cut_rows(int64_t rows, int64_t most, const specexport::RowQuery* queries,
                                     const specexport::RowResult* results, const double* kept_masses, const int32_t* ids,
                                     const float* values, specexport::CutResult* cuts, int64_t* kept_ids,
@@ -76,8 +76,8 @@ ORT_EXPORT void specexport_cut_rows(int64_t rows, int64_t most, const specexport
 ORT_EXPORT void specexport_cut_residual(int64_t num_targets, const int64_t* target_ids, const double* target_probs,
                                         int64_t num_drafts, const int64_t* draft_ids, const double* draft_probs,
                                         double weight, double uniform, specexport::ResidualResult* result);
-// What is asked of a row of `count` logits in memory, and candidates [kMaxCandidates] where a cut wants them. `peaks` and
-// `sorted` [blocks] and `sums` [blocks] are memory for blocks of kRowBlock.
+// What is asked of a row of `count` logits in memory, and candidates [kMaxCandidates] where a cut wants them. `peaks`
+// and `sorted` [blocks] and `sums` [blocks] are memory for blocks of kBlockLogits.
 ORT_EXPORT void specexport_query_row(const float* x, int64_t count, const specexport::RowQuery* query,
                                      specexport::RowResult* result, int32_t* ids, float* values, float* peaks,
                                      float* sorted, double* sums);

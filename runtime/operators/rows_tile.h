@@ -1,34 +1,19 @@
-// Passes over a row of logits in vectors of LANES doubles. Included once an instruction set, with TARGET (the attribute of
-// its functions) and FMA(a, b, c) defined; KERNELS is what it defines.
+// Passes over a row of logits in vectors of LANES doubles. Included once an instruction set, with TARGET (the attribute
+// of its functions) and FMA(a, b, c) defined; KERNELS is what it defines.
+#define INLINE TARGET static inline __attribute__((always_inline))
+#include "exp.h"
+
 namespace specexport {
 namespace {
 typedef double V __attribute__((vector_size(LANES * 8)));
 typedef int64_t I __attribute__((vector_size(LANES * 8)));
 typedef uint64_t U __attribute__((vector_size(LANES * 8)));  // where what is not used may wrap
 typedef float F __attribute__((vector_size(LANES * 4)));
-#define INLINE TARGET static inline __attribute__((always_inline))
-
-INLINE V all(double value) { return V{} + value; }
-
-// e^x for x <= 0, within 2e-16 of it; 0 below -708.
-INLINE V exp_of(V x) {
-  const V magic = all(6755399441055744.0);  // 1.5 * 2^52: what is added to it is rounded to an integer
-  const V turned = x * all(1.4426950408889634) + magic, whole = turned - magic;
-  V rest = FMA(whole, all(-6.93147180369123816490e-01), x);  // whole * ln 2 in two parts, the first of them exact
-  rest = FMA(whole, all(-1.90821492927058770002e-10), rest);
-  constexpr double kTerms[] = {2.08767569878681e-09, 2.505210838544172e-08, 2.755731922398589e-07, 2.7557319223985893e-06,
-                               2.48015873015873e-05, 1.984126984126984e-04, 1.388888888888889e-03, 8.333333333333333e-03,
-                               4.1666666666666664e-02, 1.6666666666666666e-01, 0.5, 1.0, 1.0};
-  V sum = all(kTerms[0]);  // Taylor's series up to x^12 / 12!, for |x| <= ln 2 / 2
-  for (int i = 1; i < 13; i++) sum = FMA(sum, rest, all(kTerms[i]));
-  const U power = ((U)turned - (U)magic + 1023) << 52;
-  return (V)((I)(sum * (V)power) & (I)(x >= all(-708.0)));
-}
 
 INLINE V masses_of(const float* x, const Softmax& softmax) {
   F loaded;
   memcpy(&loaded, x, sizeof loaded);
-  return exp_of((__builtin_convertvector(loaded, V) - softmax.peak) * softmax.inverse) * softmax.scale;
+  return exp_of<ExpDouble, U>((__builtin_convertvector(loaded, V) - softmax.peak) * softmax.inverse) * softmax.scale;
 }
 
 INLINE double total(V value) {

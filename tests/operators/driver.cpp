@@ -1,8 +1,8 @@
-// Runs every kernel of this processor over every format, or with `operators` all operators, or with `draws`, their number and a seed
-// all of them over drawn attributes, shapes and values that nothing made sense of, without ONNX Runtime: for
-// sanitizers, and for other processors by emulation. Weights are any bytes, in buffers of exactly their size; products
-// are compared with those of other kernels, bit by bit, and rows in company with the same rows alone. It also prints a
-// digest of all bits, to be compared with another processor's.
+// Runs every kernel of this processor over every format, or with `operators` all operators, or with `draws`, their
+// number and a seed all of them over drawn attributes, shapes and values that nothing made sense of, without ONNX
+// Runtime: for sanitizers, and for other processors by emulation. Weights are any bytes, in buffers of exactly their
+// size; products are compared with those of other kernels, bit by bit, and rows in company with the same rows alone. It
+// also prints a digest of all bits, to be compared with another processor's.
 #include "driver.h"
 
 #include <math.h>
@@ -16,9 +16,9 @@
 using namespace specexport;
 
 namespace {
-void product(const Kernels& set, Product& p, int64_t rows) {
+void product(const LinearKernels& set, Product& p, int64_t rows) {
   p.rows = rows;
-  p.cut(set.most_of(p.layout, rows));
+  p.split(set.group_rows(p.layout, rows));
   p.packed_rows = static_cast<uint8_t*>(malloc(size_t(p.groups) * p.group_bytes() + 1));
   void* work = malloc(work_bytes(rows));
   set.pack(p, 0, p.groups);
@@ -38,12 +38,12 @@ double difference(const float* a, const float* b, int64_t count) {
 }
 
 // Whether two sets of kernels fuse multiplications and additions of float weights alike: see linear_portable.cpp.
-bool same_bits(const Format& format, const Kernels& a, const Kernels& b) {
+bool same_bits(const Format& format, const LinearKernels& a, const LinearKernels& b) {
 #if defined(__aarch64__)
   (void)format, (void)a, (void)b;
   return true;
 #else
-  const auto plain = [](const Kernels& set) { return &set == &portable_kernels || &set == &tiles_and_portable; };
+  const auto plain = [](const LinearKernels& set) { return &set == &linear_portable || &set == &tiles_and_portable; };
   return !format.is_float() || plain(a) == plain(b);
 #endif
 }
@@ -56,13 +56,13 @@ void digest_of(const float* values, int64_t count) {
 struct Set {
   const char* name;
   Isa needs;
-  const Kernels* kernels;
-  const Kernels* like;  // whose products are compared
+  const LinearKernels* kernels;
+  const LinearKernels* like;  // whose products are compared
 };
 
 bool check(const char* name, const Set& the, int64_t n, int64_t k) {
-  const Kernels& set = *the.kernels;
-  const int64_t rows = set.many && draw() % 4 ? set.many_from + draw() % 25 : 1 + draw() % 21;
+  const LinearKernels& set = *the.kernels;
+  const int64_t rows = set.unit_mr && draw() % 4 ? set.unit_from + draw() % 25 : 1 + draw() % 21;
   Product p = {};
   Format format;
   if (!find_format(name, format)) return printf("%s: no format\n", name), false;
@@ -98,8 +98,8 @@ bool check(const char* name, const Set& the, int64_t n, int64_t k) {
 }
 template <class T>
 T* zeros(int64_t count) { return static_cast<T*>(calloc(size_t(count), sizeof(T))); }
-// Rows with as many candidates as there may be, one more and fewer; every distribution sums to 1, and no memory beside is
-// touched.
+// Rows with as many candidates as there may be, one more and fewer; every distribution sums to 1, and no memory beside
+// is touched.
 bool cuts_are_distributions() {
   constexpr int64_t kRows = 130, kMost = 128;
   auto *queries = zeros<RowQuery>(kRows);
@@ -139,7 +139,7 @@ bool rows_are_distributions() {
   bool right = true;
   constexpr int64_t widths[] = {1, 7, 511, 512, 513, 1500};
   for (int64_t width : widths) {
-    const int64_t blocks = (width + kRowBlock - 1) / kRowBlock;
+    const int64_t blocks = (width + kBlockLogits - 1) / kBlockLogits;
     float *x = zeros<float>(width), *y = zeros<float>(width), *values = zeros<float>(kMaxCandidates);
     float *peaks = zeros<float>(blocks), *sorted = zeros<float>(blocks);
     double* sums = zeros<double>(blocks);
@@ -170,16 +170,16 @@ bool rows_are_distributions() {
 }
 int check_kernels() {
   const Set sets[] = {
-      {"portable", Isa::portable, &portable_kernels, &portable_kernels},
-      {"tiles_and_portable", Isa::portable, &tiles_and_portable, &portable_kernels},
+      {"portable", Isa::portable, &linear_portable, &linear_portable},
+      {"tiles_and_portable", Isa::portable, &tiles_and_portable, &linear_portable},
 #if defined(__x86_64__)
-      {"avx2", Isa::avx2, &avx2_kernels, &portable_kernels},
-      {"avxvnni", Isa::avxvnni, &avxvnni_kernels, &portable_kernels},
-      {"avx512vnni", Isa::avx512vnni, &avx512_kernels, &portable_kernels},
-      {"tiles_and_avx512", Isa::avx512vnni, &tiles_and_avx512, &avx512_kernels},
-      {"amx", Isa::amx, &amx_kernels, &avx512_kernels},
+      {"avx2", Isa::avx2, &linear_avx2, &linear_portable},
+      {"avxvnni", Isa::avxvnni, &linear_avxvnni, &linear_portable},
+      {"avx512vnni", Isa::avx512vnni, &linear_avx512, &linear_portable},
+      {"tiles_and_avx512", Isa::avx512vnni, &tiles_and_avx512, &linear_avx512},
+      {"amx", Isa::amx, &linear_amx, &linear_avx512},
 #elif defined(__aarch64__)
-      {"neon_dot", Isa::neon_dot, &neon_kernels, &portable_kernels},
+      {"neon_dot", Isa::neon_dot, &linear_neon, &linear_portable},
 #endif
   };
   const int64_t shapes[][2] = {{16, 32}, {33, 100}, {7, 1}, {20, 1100}, {32, 2048}, {17, 1300}};

@@ -1,10 +1,12 @@
-// Runs the operators over drawn attributes, shapes and values: nodes that make sense, a good part of which is then changed
-// at one to three places to what stands at a border. All memory has exactly its size, so that the sanitizers see every slip.
+// Runs the operators over drawn attributes, shapes and values: nodes that make sense, a good part of which is then
+// changed at one to three places to what stands at a border. All memory has exactly its size, so that the sanitizers
+// see every slip.
 #include "driver.h"
 
 #include <math.h>
 
 #include "../../runtime/operators/formats.h"
+#include "../../runtime/operators/rows.h"
 #include "fake_ort.h"
 
 using namespace specexport;
@@ -177,36 +179,49 @@ void spoil(Node& node) {
   }
 }
 
-// Draws from rows of any values with any numbers: a token that is drawn is one of the row, and has mass where numbers are fair.
+// Draws from rows of any values with any numbers: a token that is drawn is one of the row, and has mass where numbers
+// are fair.
 bool row_is_safe() {
-  const int64_t width = below(2) ? 1 + below(40) : 500 + below(1100), blocks = (width + 511) / 512, few = 1 + below(1024);
+  const int64_t width = below(2) ? 1 + below(40) : 500 + below(1100);
+  const int64_t blocks = (width + kBlockLogits - 1) / kBlockLogits, most = 1 + below(kMaxCandidates);
   const bool is_fair = below(2);
-  float *x = filled(kFloat, width)->floats(), *y = filled(kFloat, width)->floats(), *tops = tensor(kFloat, blocks)->floats();
-  float *room = tensor(kFloat, blocks)->floats(), *values = tensor(kFloat, 1024)->floats();
-  for (int64_t i = 0; is_fair && i < width; i++) x[i] = i % 512 ? draw_float() : -1e4f, y[i] = draw_float();
+  float *x = filled(kFloat, width)->floats(), *y = filled(kFloat, width)->floats();
+  float *peaks = tensor(kFloat, blocks)->floats(), *sorted = tensor(kFloat, blocks)->floats();
+  float* values = tensor(kFloat, kMaxCandidates)->floats();
+  for (int64_t i = 0; is_fair && i < width; i++) x[i] = i % kBlockLogits ? draw_float() : -1e4f, y[i] = draw_float();
   auto* sums = static_cast<double*>(tensor(kInt64, blocks)->data);
-  auto* ids = static_cast<int32_t*>(tensor(kInt32, 1024)->data);
-  double ask[8], found[8], of_y[8], left[2], cut[5];
-  for (double& each : ask) each = real();
-  if (is_fair) ask[0] = 0.1 + double(below(10)), ask[1] = 0, ask[2] = double(below(1000)) / 1000, ask[7] = 0;
-  specexport_find_row(x, width, ask, found, ids, values, tops, room, sums);
-  bool right = found[7] < double(width) && found[2] >= 0 && found[2] < double(width) && (!is_fair || width == 1 || found[3] > 0);
-  specexport_find_row(y, width, ask, of_y, ids, values, tops, room, sums);
-  const double of[] = {ask[0], double(width), found[0], found[1], ask[0], double(below(width + 1)), of_y[0], of_y[1],
-                       is_fair ? 1 : real(), double(below(width + 1)) - 1, is_fair ? ask[2] : real()};
-  specexport_row_surplus(of, x, y, sums, left);
-  right = right && left[1] < double(width) && (!is_fair || width == 1 || left[1] < 0 || x[int64_t(left[1])] > -1e4f);
-  Value *mine = tensor(kInt32, few), *of_mine = filled(kFloat, few), *kept = tensor(kInt64, few), *probs = tensor(kInt64, few);
-  for (int64_t i = 0; i < few; i++) static_cast<int32_t*>(mine->data)[i] = int32_t(draw()), static_cast<int64_t*>(kept->data)[i] = 0;
-  found[5] = below(2) ? double(below(few + 3)) : real();
+  auto* ids = static_cast<int32_t*>(tensor(kInt32, kMaxCandidates)->data);
+  RowQuery query = {real(), real(), real(), real(), real(), real(), real(), real()};
+  if (is_fair) {
+    query.temperature = 0.1 + double(below(10));
+    query.width = query.cuts = 0;
+    query.uniform = double(below(1000)) / 1000;
+  }
+  RowResult found, of_y;
+  specexport_query_row(x, width, &query, &found, ids, values, peaks, sorted, sums);
+  bool right = found.likeliest < double(width) && found.drawn >= 0 && found.drawn < double(width) &&
+               (!is_fair || width == 1 || found.drawn_probability > 0);
+  specexport_query_row(y, width, &query, &of_y, ids, values, peaks, sorted, sums);
+  const double of_both = double(below(width + 1));
+  const ResidualQuery asked = {query.temperature, double(width), found.peak, found.total, query.temperature, of_both,
+                               of_y.peak, of_y.total, is_fair ? 1 : real(), double(below(width + 1)) - 1,
+                               is_fair ? query.uniform : real(), x, y};
+  ResidualResult left;
+  specexport_row_residual(&asked, sums, &left);
+  right = right && left.token < double(width) && (!is_fair || width == 1 || left.token < 0 || x[int64_t(left.token)] > -1e4f);
+  auto* candidates = static_cast<int32_t*>(tensor(kInt32, most)->data);
+  auto* kept = static_cast<int64_t*>(tensor(kInt64, most)->data);
+  auto* probs = static_cast<double*>(tensor(kInt64, most)->data);
+  for (int64_t i = 0; i < most; i++) candidates[i] = int32_t(draw()), kept[i] = 0;
+  found.candidates = below(2) ? double(below(most + 3)) : real();
   const double mass = real();
-  specexport_cut_rows(1, few, ask, found, &mass, static_cast<int32_t*>(mine->data), of_mine->floats(), cut,
-                      static_cast<int64_t*>(kept->data), static_cast<double*>(probs->data));
-  const int64_t count = cut[0] >= 0 && cut[0] <= double(few) ? int64_t(cut[0]) : -1;
-  if (count > 0)
-    specexport_cut_surplus(count, static_cast<int64_t*>(kept->data), static_cast<double*>(probs->data), below(count),
-                           static_cast<int64_t*>(kept->data), static_cast<double*>(probs->data), real(), real(), left);
-  if (!right || count < 0) printf("row of %lld: token %g of mass %g, %g of the residual, %g stay\n", (long long)width, found[2], found[3], left[1], cut[0]);
+  CutResult cut;
+  specexport_cut_rows(1, most, &query, &found, &mass, candidates, filled(kFloat, most)->floats(), &cut, kept, probs);
+  const int64_t count = cut.count >= 0 && cut.count <= double(most) ? int64_t(cut.count) : -1;
+  if (count > 0) specexport_cut_residual(count, kept, probs, below(count), kept, probs, real(), real(), &left);
+  if (!right || count < 0)
+    printf("row of %lld: token %g of mass %g, %g of the residual, %g stay\n", (long long)width, found.drawn,
+           found.drawn_probability, left.token, cut.count);
   return right && count >= 0;
 }
 }  // namespace

@@ -42,7 +42,7 @@ bool check_layer(const char* format) {
   constexpr int64_t n = 33, k = 100, rows = 19;
   Layout layout;
   Value *weight = drawn_weight(format, 1, n, k, layout), *x = drawn(rows, k), *ids = tensor(kInt64, n);
-  for (int64_t i = 0; i < rows * k; i++) x->floats()[i] = i % k % 32 ? roundf(x->floats()[i] * 60) : 127;  // int8 has it
+  for (int64_t i = 0; i < rows * k; i++) x->floats()[i] = i % k % 32 ? roundf(x->floats()[i] * 60) : 127;
   for (int64_t i = 0; i < n; i++) static_cast<int64_t*>(ids->data)[i] = i;
   const Attribute attributes[] = {{"format", 0, 0, format}, {"N", n, 0, nullptr}, {"K", k, 0, nullptr}, {}};
   Value *inputs[] = {ids, weight}, *table = run("BlockEmbedding", attributes, inputs);
@@ -63,7 +63,7 @@ bool check_experts(const char* first, const char* last, int64_t order) {
   constexpr int64_t count = 3, H = 40, I = 24, per_token = 2, rows = 37;
   const int64_t outputs = order == 2 ? I : 2 * I;
   Layout gate_up, down;
-  Value *x = drawn(rows, H), *ids = tensor(kInt64, rows, per_token), *shares = drawn(rows, per_token);
+  Value *x = drawn(rows, H), *ids = tensor(kInt64, rows, per_token), *weights = drawn(rows, per_token);
   auto* id = static_cast<int64_t*>(ids->data);
   for (int64_t i = 0; i < rows * per_token; i++) id[i] = draw() % 4 % count;
   Value *up = drawn_weight(first, count, outputs, H, gate_up), *back = drawn_weight(last, count, H, I, down);
@@ -71,7 +71,7 @@ bool check_experts(const char* first, const char* last, int64_t order) {
       {"E", count, 0, nullptr},          {"H", H, 0, nullptr},     {"I", I, 0, nullptr},
       {"gate_up_format", 0, 0, first},   {"alpha", 0, 1.5f, nullptr}, {"beta", 0, 1, nullptr},
       {"down_format", 0, 0, last},       {"limit", 0, 3, nullptr}, {"interleaved", order, 0, nullptr}, {}};
-  Value *inputs[] = {x, ids, shares, up, nullptr, back, nullptr}, *y = run("BlockExperts", attributes, inputs);
+  Value *inputs[] = {x, ids, weights, up, nullptr, back, nullptr}, *y = run("BlockExperts", attributes, inputs);
   auto* sums = static_cast<double*>(calloc(size_t(rows * H), sizeof(double)));
   for (int64_t expert = 0; expert < count; expert++) {
     Value weight = part(up, expert * gate_up.tiles, gate_up.tiles);
@@ -86,7 +86,7 @@ bool check_experts(const char* first, const char* last, int64_t order) {
     const float* given = linear(last, H, I, gated, &weight)->floats();
     for (int64_t pair = 0; pair < rows * per_token; pair++)
       for (int64_t i = 0; id[pair] == expert && i < H; i++)
-        sums[pair / per_token * H + i] += double(shares->floats()[pair]) * given[pair / per_token * H + i];
+        sums[pair / per_token * H + i] += double(weights->floats()[pair]) * given[pair / per_token * H + i];
   }
   double worst = 0, largest = 1e-30;
   for (int64_t i = 0; i < rows * H; i++)
@@ -94,7 +94,7 @@ bool check_experts(const char* first, const char* last, int64_t order) {
   free(sums);
   bool same = true;
   for (int64_t row = 0; row < rows; row += 6) {
-    Value alone[] = {part(x, row, 1), part(ids, row, 1), part(shares, row, 1)};
+    Value alone[] = {part(x, row, 1), part(ids, row, 1), part(weights, row, 1)};
     Value* given[] = {alone, alone + 1, alone + 2, up, nullptr, back, nullptr};
     same = same && same_bits(run("BlockExperts", attributes, given)->floats(), y->floats() + row * H, H);
   }
