@@ -13,11 +13,26 @@
 namespace specexport {
 namespace {
 enum Input {  // in order
-  kQ, kK, kV, kKeys, kValues, kLens, kStarts, kSinks, kSlopes, kCos, kSin, kKeyScale, kValueScale, kAt, kEntryAt,
-  kParents, kInputs
+  kQ,
+  kK,
+  kV,
+  kKeys,
+  kValues,
+  kLens,
+  kStarts,
+  kSinks,
+  kSlopes,
+  kCos,
+  kSin,
+  kKeyScale,
+  kValueScale,
+  kAt,
+  kEntryAt,
+  kParents,
+  kInputs
 };
-constexpr int64_t kBlockQueries = 96;  // queries of an item, about: scores of a tile are 24 KB
-constexpr int64_t kEnoughItems = 32;  // items that keep all threads busy; of fewer, rows are cut into parts
+constexpr int64_t kBlockQueries = 96;        // queries of an item, about: scores of a tile are 24 KB
+constexpr int64_t kEnoughItems = 32;         // items that keep all threads busy; of fewer, rows are cut into parts
 constexpr int64_t kMaxStateBytes = 8 << 20;  // of states of parts that are computed side by side
 enum Rotary { kNone, kHalf, kInterleaved };
 
@@ -49,7 +64,7 @@ Status* make(const KernelInfo* info, void** kernel) {
 // Some tokens of a row: [token, token + count), which stand at positions [at, at + count) and see [first, last).
 struct Block {
   int64_t row, token, count, at, first, last, part;  // `part`: its first among the parts of all blocks, for one head
-  int64_t slot;         // the entry of its first token
+  int64_t slot;                                      // the entry of its first token
   const int32_t* path;  // of a branch, of each position behind the past: which of the row's new tokens is there
 };
 
@@ -58,14 +73,14 @@ struct Step {
   Tensor in[kInputs];
   int64_t tokens, rows, entries, k_dim, v_dim, v_pad, group, rotated, table_rows;
   bool appends, int8;
-  const float *q, *k, *v;                // the first token's; they lie `*_stride` floats apart
+  const float *q, *k, *v;  // the first token's; they lie `*_stride` floats apart
   int64_t q_stride, k_stride, v_stride;
-  char *keys, *values;                   // the caches that are written and read
+  char *keys, *values;  // the caches that are written and read
   float* output;
   Block* blocks;
-  int64_t num_blocks, parts, longest;    // parts of all blocks for one head, and of the block that has most
-  float* states;                         // of parts that are computed side by side
-  int* parts_left;                       // of these, for each block and head
+  int64_t num_blocks, parts, longest;  // parts of all blocks for one head, and of the block that has most
+  float* states;                       // of parts that are computed side by side
+  int* parts_left;                     // of these, for each block and head
 
   int64_t count(int64_t row) const { return in[kStarts].as<int32_t>()[row + 1] - in[kStarts].as<int32_t>()[row]; }
   int64_t past(int64_t row) const {  // entries before a row's first new token
@@ -118,9 +133,9 @@ void append(const Step& step, const Block& block, float* space) {
         key = space;
       }
       store_entry(step, key, scales[0] + (step.int8 ? head * step.k_dim : 0), step.k_dim,
-           step.entry(step.keys, block.row, head, block.slot + i, step.k_dim));
+          step.entry(step.keys, block.row, head, block.slot + i, step.k_dim));
       store_entry(step, value, scales[1] + (step.int8 ? head * step.v_dim : 0), step.v_dim,
-           step.entry(step.values, block.row, head, block.slot + i, step.v_dim));
+          step.entry(step.values, block.row, head, block.slot + i, step.v_dim));
     }
 }
 
@@ -148,9 +163,9 @@ bool prepare(const Step& step, const Block& block, int64_t head, int64_t parts, 
   int64_t *first, *last, *at;
   Workspace& space = item.space;
   if (!allocate(Scratch::part, Array{space.masks, queries}, Array{first, block.count}, Array{last, block.count},
-                Array{at, block.count}, Array{q, queries * k_pad}, Array{space.keys, k_pad * kTileEntries},
-                Array{space.values, kTileEntries * step.v_pad}, Array{space.scores, queries * kTileEntries},
-                Array{space.gathered, kTileEntries * gathered}, Array{total, size}, Array{item.states, parts * size}))
+          Array{at, block.count}, Array{q, queries * k_pad}, Array{space.keys, k_pad * kTileEntries},
+          Array{space.values, kTileEntries * step.v_pad}, Array{space.scores, queries * kTileEntries},
+          Array{space.gathered, kTileEntries * gathered}, Array{total, size}, Array{item.states, parts * size}))
     return false;
   item.total = state_at(total, queries, step.v_pad);
   const Attention& kind = *step.kind;
@@ -164,27 +179,24 @@ bool prepare(const Step& step, const Block& block, int64_t head, int64_t parts, 
     for (int64_t h = 0; h < step.group; h++) {
       float* to = q + (i * step.group + h) * step.k_dim;
       const float* from = step.q + (block.token + i) * step.q_stride + (head * step.group + h) * step.k_dim;
-      if (kind.rotary)
-        rotate(step, from, entry, step.k_dim, to);
-      else
-        memcpy(to, from, step.k_dim * sizeof(float));
+      if (kind.rotary) rotate(step, from, entry, step.k_dim, to);
+      else memcpy(to, from, step.k_dim * sizeof(float));
       for (int64_t d = 0; d < step.k_dim; d++) to[d] *= scales ? kind.scale * scales[d] : kind.scale;
     }
   }
   const int64_t span = has_positions ? step.in[kEntryAt].dims[2] : 0;
   item.queries = {block.count, step.group, step.k_dim, step.v_dim, step.v_pad, q,
-                   step.entry(step.keys, block.row, head, 0, step.k_dim),
-                   step.entry(step.values, block.row, head, 0, step.v_dim), step.int8, first, last,
-                   has_positions ? step.in[kEntryAt].as<int64_t>() + block.row * span : nullptr, at, kind.window,
-                   step.in[kSlopes].absent ? nullptr : step.in[kSlopes].as<float>() + head * step.group, kind.softcap,
-                   block.path, step.past(block.row)};
+      step.entry(step.keys, block.row, head, 0, step.k_dim), step.entry(step.values, block.row, head, 0, step.v_dim),
+      step.int8, first, last, has_positions ? step.in[kEntryAt].as<int64_t>() + block.row * span : nullptr, at,
+      kind.window, step.in[kSlopes].absent ? nullptr : step.in[kSlopes].as<float>() + head * step.group, kind.softcap,
+      block.path, step.past(block.row)};
   return true;
 }
 
 // Parts [index, index + count) of a block for one head; who is last puts all of them together. `states` and `left` are
 // those of the block and head, null where one call does it all. False if there is no memory.
-bool attend(const Step& step, const Block& block, int64_t head, int64_t index,
-            int64_t count, float* states, int* left) {
+bool attend(
+    const Step& step, const Block& block, int64_t head, int64_t index, int64_t count, float* states, int* left) {
   WorkItem item;
   const int64_t queries = block.count * step.group, size = state_size(queries, step.v_pad), parts = parts_of(block);
   const bool ready = prepare(step, block, head, states ? 0 : parts, item);
@@ -204,7 +216,7 @@ bool attend(const Step& step, const Block& block, int64_t head, int64_t index,
   for (int64_t i = 0; i < queries; i++) {
     const int64_t token = block.token + i / step.group, h = head * step.group + i % step.group;
     kernels().attention.finish(item.total, i, step.v_pad, step.v_dim, sinks ? sinks + i % step.group : nullptr, scales,
-                   step.output + (token * step.kind->heads + h) * step.v_dim);
+        step.output + (token * step.kind->heads + h) * step.v_dim);
   }
   return true;
 }
@@ -219,12 +231,12 @@ Status* check(Step& step) {
   const Tensor &q = in[kQ], &keys = in[kKeys], &values = in[kValues];
   REQUIRE(keys.rank == 5 && values.rank == 5 && keys.type == values.type &&
               (keys.type == ort::kFloat || keys.type == ort::kInt8),
-          "caches are [rows, 1, heads, entries, head size], of float or int8");
+      "caches are [rows, 1, heads, entries, head size], of float or int8");
   step.rows = keys.dims[0], step.entries = keys.dims[3], step.k_dim = keys.dims[4], step.v_dim = values.dims[4];
   step.int8 = keys.type == ort::kInt8;
   REQUIRE(keys.dims[1] == 1 && keys.dims[2] == kind.kv_heads && step.k_dim > 0 && step.k_dim <= kMaxHeadSize &&
               step.v_dim > 0 && step.v_dim <= kMaxHeadSize && !memcmp(keys.dims, values.dims, 4 * sizeof(int64_t)),
-          "the caches' shapes do not fit");
+      "the caches' shapes do not fit");
   step.v_pad = (step.v_dim + 15) / 16 * 16, step.group = kind.heads / kind.kv_heads;
   const int64_t k_width = kind.kv_heads * step.k_dim, v_width = kind.kv_heads * step.v_dim;
   step.q_stride = kind.heads * step.k_dim + (kind.packed ? k_width + v_width : 0);
@@ -233,35 +245,36 @@ Status* check(Step& step) {
   REQUIRE(step.tokens <= kMaxSize, "there are more tokens than a step can have");
   step.appends = kind.packed || !in[kK].absent;
   REQUIRE(step.appends ? kind.packed ? in[kK].absent && in[kV].absent : !in[kV].absent : in[kV].absent,
-          "keys and values are given both, or packed with the queries, or neither is");
+      "keys and values are given both, or packed with the queries, or neither is");
   REQUIRE(is(in[kK], ort::kFloat, step.tokens * k_width) && is(in[kV], ort::kFloat, step.tokens * v_width),
-          "new keys or values do not fit the queries and caches");
+      "new keys or values do not fit the queries and caches");
   step.q = q.as<float>();
   step.k = kind.packed ? step.q + kind.heads * step.k_dim : in[kK].as<float>();
   step.v = kind.packed ? step.k + k_width : in[kV].as<float>();
   step.k_stride = kind.packed ? step.q_stride : k_width, step.v_stride = kind.packed ? step.q_stride : v_width;
   REQUIRE(in[kLens].count() == step.rows && in[kStarts].count() == step.rows + 1,
-          "kv_lens and cu_new_tokens do not fit the caches' rows");
+      "kv_lens and cu_new_tokens do not fit the caches' rows");
   REQUIRE(is(in[kSinks], ort::kFloat, kind.heads) && is(in[kSlopes], ort::kFloat, kind.heads),
-          "sinks and slopes are one a head");
+      "sinks and slopes are one a head");
   REQUIRE(step.int8 ? !in[kKeyScale].absent && !in[kValueScale].absent && is(in[kKeyScale], ort::kFloat, k_width) &&
                           is(in[kValueScale], ort::kFloat, v_width)
                     : in[kKeyScale].absent && in[kValueScale].absent,
-          "int8 caches, and no others, have a scale for each channel");
+      "int8 caches, and no others, have a scale for each channel");
   if (kind.rotary) {
     const Tensor &cos = in[kCos], &sin = in[kSin];
     REQUIRE(!cos.absent && !sin.absent && cos.rank == 2 && sin.rank == 2 && cos.dims[0] == sin.dims[0] &&
                 cos.dims[1] == sin.dims[1] && 2 * cos.dims[1] <= step.k_dim,
-            "tables of cosines and sines are [rows, at most half a head]");
+        "tables of cosines and sines are [rows, at most half a head]");
     step.rotated = 2 * cos.dims[1], step.table_rows = cos.dims[0];
   }
   const Tensor& entry_at = in[kEntryAt];
   REQUIRE(entry_at.absent == in[kAt].absent && is(in[kAt], ort::kInt64, step.tokens) &&
-              (entry_at.absent || (entry_at.rank == 3 && kind.causal &&
-                                   is(entry_at, ort::kInt64, step.rows * entry_at.dims[2]))),
-          "positions of tokens and of entries go together, and with causality");
-  REQUIRE(in[kParents].absent || (is(in[kParents], ort::kInt64, step.tokens) && entry_at.absent && kind.causal && step.appends),
-          "a tree's tokens come with their keys, in causal attention to caches without padding");
+              (entry_at.absent ||
+                  (entry_at.rank == 3 && kind.causal && is(entry_at, ort::kInt64, step.rows * entry_at.dims[2]))),
+      "positions of tokens and of entries go together, and with causality");
+  REQUIRE(in[kParents].absent ||
+              (is(in[kParents], ort::kInt64, step.tokens) && entry_at.absent && kind.causal && step.appends),
+      "a tree's tokens come with their keys, in causal attention to caches without padding");
   const int32_t *starts = in[kStarts].as<int32_t>(), *lens = in[kLens].as<int32_t>();
   REQUIRE(starts[0] == 0 && starts[step.rows] == step.tokens, "the rows' new tokens are not those of the step");
   for (int64_t row = 0; row < step.rows; row++) {
@@ -298,8 +311,8 @@ void add_blocks(Step& step, int64_t row, int64_t from, int64_t count, int64_t at
   const int64_t past = step.past(row), end = min(past + step.count(row), step.entries), window = kind.window;
   for (int64_t i = (count - 1) / most * most; count && i >= 0; i -= most) {
     const int64_t tokens = min(most, count - i);
-    Block block = {row, step.in[kStarts].as<int32_t>()[row] + from + i, tokens, at + i, 0, end, step.parts,
-                   past + from + i, path};
+    Block block = {
+        row, step.in[kStarts].as<int32_t>()[row] + from + i, tokens, at + i, 0, end, step.parts, past + from + i, path};
     if (kind.causal && !has_positions) block.last = min(block.at + tokens, end);
     if (window > 0 && !has_positions && block.at >= window) block.first = block.at - window + 1;
     step.parts += parts_of(block), step.longest = parts_of(block) > step.longest ? parts_of(block) : step.longest;
@@ -368,7 +381,8 @@ Status* run(const void* kernel, KernelContext* context) {
   }
   if (step.tokens == 0) return nullptr;
 
-  const int64_t tokens = kBlockQueries / step.group > 1 ? kBlockQueries / step.group : 1, kv_heads = step.kind->kv_heads;
+  const int64_t tokens = kBlockQueries / step.group > 1 ? kBlockQueries / step.group : 1,
+                kv_heads = step.kind->kv_heads;
   int64_t most_blocks = 0, branches = 0;
   const int64_t entries = path_entries(step, branches);
   for (int64_t row = 0; row < step.rows; row++) most_blocks += (step.count(row) + tokens - 1) / tokens;
@@ -385,16 +399,16 @@ Status* run(const void* kernel, KernelContext* context) {
     };
     if (step.tokens * kv_heads * (step.k_dim + step.v_dim) < 65536)  // less than it costs to wake a thread
       for (int64_t i = 0; i < step.num_blocks; i++) REQUIRE(append_one(i), "out of memory");
-    else
-      TRY(parallel_with_memory(context, step.num_blocks, append_one));
+    else TRY(parallel_with_memory(context, step.num_blocks, append_one));
   }
 
   const int64_t items = step.num_blocks * kv_heads;
   const int64_t size = state_size(min(tokens, step.tokens) * step.group, step.v_pad);
-  const bool by_block = items >= kEnoughItems || step.longest == 1 || step.parts * kv_heads > kMaxStateBytes / (size * 4);
+  const bool by_block =
+      items >= kEnoughItems || step.longest == 1 || step.parts * kv_heads > kMaxStateBytes / (size * 4);
   if (!by_block) {
     REQUIRE(allocate(Scratch::states, Array{step.states, step.parts * kv_heads * size}, Array{step.parts_left, items}),
-            "out of memory");
+        "out of memory");
     for (int64_t i = 0; i < items; i++) step.parts_left[i] = int(parts_of(step.blocks[i / kv_heads]));
   }
   return parallel_with_memory(context, by_block ? items : step.parts * kv_heads, [&](size_t i) {
@@ -403,8 +417,8 @@ Status* run(const void* kernel, KernelContext* context) {
     while (!by_block && at + 1 < step.num_blocks && step.blocks[at + 1].part <= number) at++;
     const Block& block = step.blocks[at];
     float* states = by_block ? nullptr : step.states + (block.part * kv_heads + head * parts_of(block)) * size;
-    return attend(step, block, head, by_block ? 0 : number - block.part, by_block ? parts_of(block) : 1,
-                  states, by_block ? nullptr : step.parts_left + at * kv_heads + head);
+    return attend(step, block, head, by_block ? 0 : number - block.part, by_block ? parts_of(block) : 1, states,
+        by_block ? nullptr : step.parts_left + at * kv_heads + head);
   });
 }
 }  // namespace

@@ -23,10 +23,10 @@ INLINE V larger(V a, V b) { return a > b ? a : b; }
 
 #if LANES == 16
 #define LANE_NUMBERS 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
-#define FOLDS(v, OP)                                                                                         \
-  v = OP(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));            \
-  v = OP(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));            \
-  v = OP(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));            \
+#define FOLDS(v, OP)                                                                              \
+  v = OP(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
+  v = OP(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)); \
+  v = OP(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); \
   v = OP(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
 INLINE V zip_low(V a, V b) {
   return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -36,16 +36,16 @@ INLINE V zip_high(V a, V b) {
 }
 #elif LANES == 8
 #define LANE_NUMBERS 0, 1, 2, 3, 4, 5, 6, 7
-#define FOLDS(v, OP)                                                      \
-  v = OP(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3));       \
-  v = OP(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5));       \
+#define FOLDS(v, OP)                                                \
+  v = OP(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3)); \
+  v = OP(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5)); \
   v = OP(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6));
 INLINE V zip_low(V a, V b) { return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
 INLINE V zip_high(V a, V b) { return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
 #else
 #define LANE_NUMBERS 0, 1, 2, 3
-#define FOLDS(v, OP)                                          \
-  v = OP(v, __builtin_shufflevector(v, v, 2, 3, 0, 1));       \
+#define FOLDS(v, OP)                                    \
+  v = OP(v, __builtin_shufflevector(v, v, 2, 3, 0, 1)); \
   v = OP(v, __builtin_shufflevector(v, v, 1, 0, 3, 2));
 INLINE V zip_low(V a, V b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
 INLINE V zip_high(V a, V b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
@@ -137,7 +137,7 @@ INLINE void score_block(const float* q, const float* keys, int64_t dim, float* s
 // Adds N queries' weighted values of entries [first, last) to 16 * GROUPS channels of what they have, times `rescale`.
 template <int N, int GROUPS, bool ALL>
 INLINE void accumulate_block(const float* weights, const float* values, int64_t stride, int64_t first, int64_t last,
-                      const uint64_t* masks, const float* rescale, float* acc, int64_t v_pad) {
+    const uint64_t* masks, const float* rescale, float* acc, int64_t v_pad) {
   constexpr int kVectors = GROUPS * 16 / LANES;
   V sums[N][kVectors];
 #pragma GCC unroll 8
@@ -169,7 +169,8 @@ struct Tile {
 };
 
 // Online softmax: scores of one query become weights; returns what its sums so far are to be rescaled by.
-INLINE float online_softmax(const Queries& given, const Tile& tile, int64_t query, float* scores, uint64_t mask, State state) {
+INLINE float online_softmax(
+    const Queries& given, const Tile& tile, int64_t query, float* scores, uint64_t mask, State state) {
   constexpr int kVectors = kTileEntries / LANES;
   const I numbers = {LANE_NUMBERS};
   const I bit = (I{} + 1) << numbers;
@@ -205,8 +206,8 @@ INLINE float online_softmax(const Queries& given, const Tile& tile, int64_t quer
 
 // Weighted values of lanes [first, last), which all N queries see, or each its own.
 template <int N, bool ALL>
-INLINE void accumulate(const Queries& given, const Tile& tile, int64_t query, int64_t first, int64_t last, const float* rescale,
-                const State& state, const Workspace& space) {
+INLINE void accumulate(const Queries& given, const Tile& tile, int64_t query, int64_t first, int64_t last,
+    const float* rescale, const State& state, const Workspace& space) {
   constexpr int kWide = LANES == 16 ? 4 : 1;
   const float* weights = space.scores + query * kTileEntries;
   const uint64_t* masks = space.masks + query;
@@ -235,16 +236,16 @@ TARGET void attend_block(const Queries& given, const Tile& whole, int64_t query,
   for (; group * 16 < tile.last; group++)
     score_block<N, 1>(q, space.keys + group * 16 * padded, given.k_dim, scores + group * 16);
   float rescale[N];
-  for (int n = 0; n < N; n++) rescale[n] = online_softmax(given, tile, query + n, scores + n * kTileEntries, space.masks[query + n], state);
+  for (int n = 0; n < N; n++)
+    rescale[n] = online_softmax(given, tile, query + n, scores + n * kTileEntries, space.masks[query + n], state);
   if (any == common && any == ~uint64_t(0) >> (kTileEntries - tile.last) >> tile.first << tile.first)
     accumulate<N, true>(given, tile, query, tile.first, tile.last, rescale, state, space);
-  else
-    accumulate<N, false>(given, tile, query, tile.first, tile.last, rescale, state, space);
+  else accumulate<N, false>(given, tile, query, tile.first, tile.last, rescale, state, space);
 }
 
 template <int N>
-TARGET void attend_tail(const Queries& given, const Tile& tile, int64_t query, int64_t rest, State state,
-                        const Workspace& space) {
+TARGET void attend_tail(
+    const Queries& given, const Tile& tile, int64_t query, int64_t rest, State state, const Workspace& space) {
   if constexpr (N > 0) {
     if (rest == N) return attend_block<N>(given, tile, query, state, space);
     attend_tail<N - 1>(given, tile, query, rest, state, space);
@@ -259,7 +260,8 @@ INLINE bool build_masks(const Queries& given, Tile& tile, int64_t from, int64_t 
     const int64_t last = given.last[token] < to ? given.last[token] : to;
     const int64_t low = first > tile.start ? first - tile.start : 0, high = last - tile.start;
     uint64_t bits = 0;
-    if (high > low && low < kTileEntries) bits = (high >= kTileEntries ? ~uint64_t(0) : (uint64_t(1) << high) - 1) >> low << low;
+    if (high > low && low < kTileEntries)
+      bits = (high >= kTileEntries ? ~uint64_t(0) : (uint64_t(1) << high) - 1) >> low << low;
     if (given.entry_at)
       for (int64_t lane = 0; lane < kTileEntries; lane++) {
         if (!(bits >> lane & 1)) continue;
@@ -307,10 +309,8 @@ TARGET void attend_as(const Queries& given, int64_t from, int64_t to, State stat
 }
 
 TARGET void attend(const Queries& given, int64_t from, int64_t to, State state, Workspace space) {
-  if (given.int8)
-    attend_as<int8_t>(given, from, to, state, space);
-  else
-    attend_as<float>(given, from, to, state, space);
+  if (given.int8) attend_as<int8_t>(given, from, to, state, space);
+  else attend_as<float>(given, from, to, state, space);
 }
 
 TARGET void merge(State total, State part, int64_t queries, int64_t v_pad) {
@@ -328,8 +328,8 @@ TARGET void merge(State total, State part, int64_t queries, int64_t v_pad) {
   }
 }
 
-TARGET void finish(State state, int64_t query, int64_t v_pad, int64_t v_dim, const float* sink, const float* scales,
-                   float* out) {
+TARGET void finish(
+    State state, int64_t query, int64_t v_pad, int64_t v_dim, const float* sink, const float* scales, float* out) {
   float sum = state.sum[query], factor = 1;
   if (sink) {
     const float max = state.max[query] > *sink ? state.max[query] : *sink;

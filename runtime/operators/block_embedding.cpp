@@ -46,7 +46,8 @@ void dequantize_row(const Layout& layout, const uint8_t* tile, int column, float
       if (format.offset_kind == OffsetKind::stored)
         offset =
             format.scale == Scale::half ? load_half(tile + s.offsets + 2 * i) : load_single(tile + s.offsets + 4 * i);
-      if (format.offset_kind == OffsetKind::mins) offset = load_half(tile + s.dmin + at_super) * float(tile[s.offsets + i]);
+      if (format.offset_kind == OffsetKind::mins)
+        offset = load_half(tile + s.dmin + at_super) * float(tile[s.offsets + i]);
       const int zero_point = format.offset_kind == OffsetKind::zero_point ? tile[s.offsets + i] : format.zero_point();
       const bool adds_offset = format.offset_kind == OffsetKind::stored || format.offset_kind == OffsetKind::mins;
       for (int64_t k = g * format.group; k < (g + 1) * format.group && first + k < layout.K; k++) {

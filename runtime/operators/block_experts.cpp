@@ -139,15 +139,14 @@ Status* run_tokens(KernelContext* context, Step& step, Matrices& first, Matrices
   const int64_t bytes = int64_t(max(row_bytes(first.layout), row_bytes(last.layout)));
   int64_t* starts;
   REQUIRE(allocate(Scratch::step, Array{starts, count}, Array{step.chosen, min(count, pairs)},
-                   Array{step.token_of, pairs}, Array{step.row_of, pairs}, Array{first.x, pairs * H},
-                   Array{first.out, pairs * first.layout.N}, Array{last.x, pairs * last.layout.K},
-                   Array{first.packed_rows, 2 * pairs * bytes}),  // an expert's groups hold fewer than twice its rows
-          "out of memory");
+              Array{step.token_of, pairs}, Array{step.row_of, pairs}, Array{first.x, pairs * H},
+              Array{first.out, pairs * first.layout.N}, Array{last.x, pairs * last.layout.K},
+              Array{first.packed_rows, 2 * pairs * bytes}),  // an expert's groups hold fewer than twice its rows
+      "out of memory");
   last.out = first.x, last.packed_rows = first.packed_rows;  // nobody needs them any more by then
   sort(step, starts);
-  TRY(pack(context, step, first, [&](int64_t row) {
-    memcpy(first.x + row * H, step.x + step.token_of[row] * H, sizeof(float) * size_t(H));
-  }));
+  TRY(pack(context, step, first,
+      [&](int64_t row) { memcpy(first.x + row * H, step.x + step.token_of[row] * H, sizeof(float) * size_t(H)); }));
   TRY(multiply(context, step, first));
   TRY(pack(context, step, last, [&](int64_t row) {
     gate(experts.gating, first.out + row * first.layout.N, last.x + row * experts.gating.width);
@@ -161,7 +160,8 @@ Status* check(const char* what, const Tensor& tensor, int64_t rows, int64_t colu
   return bad_shape(what, tensor, "[%lld, %lld]", (long long)rows, (long long)columns);
 }
 
-Status* read(KernelContext* context, size_t at, const char* name, const char* bias_name, int64_t count, Matrices& matrices) {
+Status* read(
+    KernelContext* context, size_t at, const char* name, const char* bias_name, int64_t count, Matrices& matrices) {
   Tensor weight, bias;
   TRY(input(context, at, weight));
   TRY(input(context, at + 1, bias));
@@ -189,16 +189,17 @@ Status* run(const void* kernel, KernelContext* context) {
     const long long id = ids.as<int64_t>()[pair];
     if (id >= 0 && id < experts.count) continue;
     return refuse("token %lld has the expert %lld, and there are %lld", (long long)(pair / per_token), id,
-                  (long long)experts.count);
+        (long long)experts.count);
   }
   void* out;
   TRY(output(context, 0, x.dims, 2, &out));
   const size_t bytes = sizeof(float) * size_t(3 * experts.H + experts.gate_up.N + 3 * experts.gating.width + 1);
-  const int64_t fitting = int64_t(kMaxActivationBytes / bytes) / (per_token ? per_token : 1), most = fitting < 1 ? 1 : fitting;
+  const int64_t fitting = int64_t(kMaxActivationBytes / bytes) / (per_token ? per_token : 1),
+                most = fitting < 1 ? 1 : fitting;
   for (int64_t t = 0; t < tokens; t += most) {
     const int64_t pair = t * per_token;
     Step step = {experts, x.as<float>() + t * experts.H, weights.as<float>() + pair, ids.as<int64_t>() + pair,
-                 tokens - t < most ? tokens - t : most, per_token};
+        tokens - t < most ? tokens - t : most, per_token};
     TRY(run_tokens(context, step, first, last, static_cast<float*>(out) + t * experts.H));
   }
   return nullptr;
@@ -222,7 +223,7 @@ Status* make(const KernelInfo* info, void** kernel) {
 void define_block_experts(Operator& op) {
   op.name = "BlockExperts";
   constexpr Argument inputs[] = {{ort::kFloat, false}, {ort::kInt64, false}, {ort::kFloat, false}, {ort::kUint8, false},
-                                 {ort::kFloat, true},  {ort::kUint8, false}, {ort::kFloat, true}};
+      {ort::kFloat, true}, {ort::kUint8, false}, {ort::kFloat, true}};
   memcpy(op.inputs, inputs, sizeof inputs);
   op.outputs[0] = {ort::kFloat, false};
   op.num_inputs = 7, op.num_outputs = 1;

@@ -23,16 +23,15 @@ Status* multiply(KernelContext* context, Product& p) {
   const size_t groups = size_t(p.groups), tiles = size_t(p.layout.tiles);
   REQUIRE(allocate(Scratch::step, Array{p.packed_rows, int64_t(groups * p.group_bytes())}), "out of memory");
   const size_t parts = p.rows * p.layout.K < 1 << 16 ? 1 : min(groups, size_t(8));
-  TRY(parallel(context, parts, [&](size_t i) {
-    kernels().linear.pack(p, int64_t(groups * i / parts), int64_t(groups * (i + 1) / parts));
-  }));
+  TRY(parallel(context, parts,
+      [&](size_t i) { kernels().linear.pack(p, int64_t(groups * i / parts), int64_t(groups * (i + 1) / parts)); }));
   size_t wanted = min(tiles * p.layout.tile_bytes * groups / kPartBytes, kMaxParts);
   if (wanted < 1) wanted = 1;
   const size_t columns = min(wanted, tiles), rows = min(wanted / columns, groups);
   return parallel_with_memory(context, columns * rows, [&](size_t part) {
     const size_t column = part % columns, row = part / columns;
     return multiply_tiles(p, int64_t(tiles * column / columns), int64_t(tiles * (column + 1) / columns),
-                          int64_t(groups * row / rows), int64_t(groups * (row + 1) / rows));
+        int64_t(groups * row / rows), int64_t(groups * (row + 1) / rows));
   });
 }
 

@@ -5,20 +5,20 @@
 #include <string.h>
 
 namespace specexport {
-constexpr int kNr = 16;       // outputs of a tile
-constexpr int kBlockInputs = 32;      // inputs of a block
+constexpr int kNr = 16;             // outputs of a tile
+constexpr int kBlockInputs = 32;    // inputs of a block
 constexpr int kPanelInputs = 1024;  // inputs of a panel
-constexpr int kSuperInputs = 256;     // inputs of a super-block, which share d and dmin
+constexpr int kSuperInputs = 256;   // inputs of a super-block, which share d and dmin
 
 enum class Scale { half, single, k_quant, power, f32, bf16, f16 };  // the last three are floats themselves, no codes
 enum class OffsetKind { none, stored, zero_point, mins };
 
 struct Format {
   const char* name;
-  int bits;    // of a code
+  int bits;               // of a code
   const uint8_t* lookup;  // codes are places in this codebook
-  int group;   // inputs that share a scale
-  Scale scale;  // k_quant: a sub-block scale (int8) times the super-block's d (float16)
+  int group;              // inputs that share a scale
+  Scale scale;            // k_quant: a sub-block scale (int8) times the super-block's d (float16)
   OffsetKind offset_kind;
 
   bool is_float() const { return scale >= Scale::f32; }
@@ -59,7 +59,9 @@ inline bool find_format(const char* name, Format& found) {
   const bool half = !strncmp(rest, "_f16", 4);
   if (!half && strncmp(rest, "_f32", 4)) return false;
   const char* end = rest + 4;
-  OffsetKind offset_kind = !*end ? OffsetKind::none : !strcmp(end, "_offset") ? OffsetKind::stored : OffsetKind::zero_point;
+  OffsetKind offset_kind = !*end                     ? OffsetKind::none
+                           : !strcmp(end, "_offset") ? OffsetKind::stored
+                                                     : OffsetKind::zero_point;
   if (offset_kind == OffsetKind::zero_point && strcmp(end, "_zero")) return false;
   found = {"group", name[5] - '0', nullptr, int(group), half ? Scale::half : Scale::single, offset_kind};
   return true;
@@ -72,7 +74,9 @@ struct Panel {
 };
 inline Panel panel(const Format& format, int64_t inputs) {
   const int number = format.scale == Scale::half ? 2 : format.scale == Scale::single ? 4 : 1;
-  const int offset_kind = format.offset_kind == OffsetKind::none ? 0 : format.offset_kind == OffsetKind::stored ? number : 1;
+  const int offset_kind = format.offset_kind == OffsetKind::none     ? 0
+                          : format.offset_kind == OffsetKind::stored ? number
+                                                                     : 1;
   Panel s = {};
   s.blocks = (inputs + kBlockInputs - 1) / kBlockInputs;
   s.groups = (inputs + format.group - 1) / format.group;

@@ -17,8 +17,8 @@ ort::Api api;
 
 namespace {
 constexpr const char* kDomain = "specexport";
-constexpr void (*kDefinitions[])(Operator&) = {define_block_linear, define_block_embedding, define_block_experts,
-                                                define_attention};
+constexpr void (*kDefinitions[])(Operator&) = {
+    define_block_linear, define_block_embedding, define_block_experts, define_attention};
 constexpr size_t kCount = sizeof kDefinitions / sizeof *kDefinitions;
 Operator operators[kCount];
 
@@ -77,7 +77,9 @@ struct Instance {
   const Operator* kind;
   void* kernel;
 };
-ort::Characteristic characteristic(const Argument& argument) { return argument.optional ? ort::kOptional : ort::kRequired; }
+ort::Characteristic characteristic(const Argument& argument) {
+  return argument.optional ? ort::kOptional : ort::kRequired;
+}
 size_t none(int**, int**) { return 0; }
 void nothing(int*, int*) {}
 
@@ -214,7 +216,8 @@ ORT_EXPORT ort::Status* ORT_CALL RegisterCustomOps(ort::SessionOptions* options,
   using namespace specexport;
   ort::Table table = base->GetApi(ort::kApiVersion);
   if (!table) return nullptr;
-  while (__atomic_test_and_set(&registering, __ATOMIC_ACQUIRE)) {}
+  while (__atomic_test_and_set(&registering, __ATOMIC_ACQUIRE)) {
+  }
   Status* status = know(base, table);
   __atomic_clear(&registering, __ATOMIC_RELEASE);
   return status ? status : api.AddDomain(options, domain);

@@ -17,16 +17,20 @@ namespace specexport {
 //             out = fma(S * d, unit, out), or fma(fma(T, dmin, S * d), unit, out)
 //   others    activation = scale * code, for 32 of them: S = sum of (weight's code - zero) * code over a block's part
 //             out = fma(S, weight's scale * scale, out), then out = fma(offset, scale * sum of codes, out)
-constexpr size_t kSlotScales = 256;   // float32 [8] behind the codes
-constexpr size_t kSlotCompensation = 288;   // int32 [8, parts], zero-point compensation: what S begins with;
-                                  // then, for offsets, float32 [8, parts]: scale * sum of codes
-constexpr size_t kSlotFactors = 256;  // of K-quants: int32 [8]: k, in both halves where products are of pairs
-constexpr size_t kSlotUnit = 288;     // float32
-constexpr size_t kSlotSums = 292;     // int16 [8, 2]: k * sum of 16 codes, at most 16 * 16 * 127 < 2^15. Or, where there
-                                  // are no mins and products are of quads, what S begins with, as above
+constexpr size_t kSlotScales = 256;        // float32 [8] behind the codes
+constexpr size_t kSlotCompensation = 288;  // int32 [8, parts], zero-point compensation: what S begins with;
+                                           // then, for offsets, float32 [8, parts]: scale * sum of codes
+constexpr size_t kSlotFactors = 256;       // of K-quants: int32 [8]: k, in both halves where products are of pairs
+constexpr size_t kSlotUnit = 288;          // float32
+constexpr size_t kSlotSums = 292;  // int16 [8, 2]: k * sum of 16 codes, at most 16 * 16 * 127 < 2^15. Or, where there
+                                   // are no mins and products are of quads, what S begins with, as above
 constexpr size_t slot_bytes(bool k_quant, int parts, bool has_offset) {
   const size_t starts = 32 * size_t(parts);
-  return ((k_quant ? kSlotSums + starts : has_offset ? kSlotCompensation + 2 * starts : kSlotCompensation + starts) + 31) / 32 * 32;
+  return ((k_quant         ? kSlotSums + starts
+              : has_offset ? kSlotCompensation + 2 * starts
+                           : kSlotCompensation + starts) +
+             31) /
+         32 * 32;
 }
 
 inline size_t slot_bytes(const Format& f) { return slot_bytes(f.is_k_quant(), f.parts(), f.has_offset()); }
@@ -53,8 +57,8 @@ struct LinearKernels {
   int64_t mr, mr_floats;  // rows of a group: of codes, of floats
   void (*pack)(const Product&, int64_t first_group, int64_t last_group);
   // Some tiles for some groups. `work` has work_bytes of their rows.
-  void (*multiply)(const Product&, int64_t first_tile, int64_t last_tile, int64_t first_group, int64_t last_group,
-                   void* work);
+  void (*multiply)(
+      const Product&, int64_t first_tile, int64_t last_tile, int64_t first_group, int64_t last_group, void* work);
   int64_t unit_mr = 0, unit_from = 0;  // of codes, where there are `unit_from` rows or more; 0: never
 
   int64_t group_rows(const Layout& layout, int64_t rows) const {
@@ -65,7 +69,9 @@ struct LinearKernels {
 // Weights of a part that a thread claims, 2 us of a read at 31 GB/s, where to divide costs 1 us; and the most parts.
 constexpr size_t kPartBytes = 64 << 10, kMaxParts = 32;
 constexpr int kMaxChains = 2;  // chains of a float sum
-inline size_t work_bytes(int64_t rows) { return 4 * kNr * (size_t(rows) * kMaxChains + 2 * 2 * kPanelInputs / kBlockInputs); }
+inline size_t work_bytes(int64_t rows) {
+  return 4 * kNr * (size_t(rows) * kMaxChains + 2 * 2 * kPanelInputs / kBlockInputs);
+}
 
 // Some tiles for some groups; false if there is no memory.
 bool multiply_tiles(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first_group, int64_t last_group);

@@ -49,8 +49,8 @@ static void multiply_group(const Part& p, int64_t rows) {
     for (int column = 0; column < kNr; column += kLanes) {
       I sub_scales[kAtOnce];
       if constexpr (k_quant) {
-        UNROLL for (int n = 0; n < kAtOnce; n++)
-          if (n < blocks) sub_scales[n] = load_int8(p.head + (b + n) * kNr + column);
+        UNROLL for (int n = 0; n < kAtOnce; n++) if (n < blocks) sub_scales[n] =
+            load_int8(p.head + (b + n) * kNr + column);
       }
       for (int64_t m = 0; m < rows; m++) {
         const uint8_t* row = slots + slot * size_t(m);
@@ -70,7 +70,8 @@ static void multiply_group(const Part& p, int64_t rows) {
             const V scale = vload(p.scales + (b + n) * kNr + column);
             sum = vfma(to_float(found), vmul(scale, vset(load_single(row + kSlotScales + at))), sum);
             if (has_offset)
-              sum = vfma(vload(p.offsets + (b + n) * kNr + column), vset(load_single(row + kSlotCompensation + 32 + at)), sum);
+              sum = vfma(
+                  vload(p.offsets + (b + n) * kNr + column), vset(load_single(row + kSlotCompensation + 32 + at)), sum);
           }
         }
         if constexpr (k_quant) memcpy(whole + kNr * m + column, &total, sizeof total);
@@ -92,8 +93,8 @@ static void multiply_group(const Part& p, int64_t rows) {
 }
 
 template <class Unit>
-static void multiply_with(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first, int64_t last,
-                          void* work) {
+static void multiply_with(
+    const Product& p, int64_t first_tile, int64_t last_tile, int64_t first, int64_t last, void* work) {
   if (p.capacity <= kMr || p.layout.format.is_float()) return multiply(p, first_tile, last_tile, first, last, work);
   const Format& format = p.layout.format;
   alignas(64) uint8_t lines[kPanelInputs / kBlockInputs * kUnpacked];
@@ -105,8 +106,7 @@ static void multiply_with(const Product& p, int64_t first_tile, int64_t last_til
   const bool has_offset = format.has_offset();
   if (format.is_k_quant())
     unit.multiply = has_offset ? multiply_group<Unit, true, true> : multiply_group<Unit, false, true>;
-  else
-    unit.multiply = has_offset ? multiply_group<Unit, true, false> : multiply_group<Unit, false, false>;
+  else unit.multiply = has_offset ? multiply_group<Unit, true, false> : multiply_group<Unit, false, false>;
   Unit::begin(int(p.capacity));
   multiply_all(p, first_tile, last_tile, first, last, work, &unit);
   Unit::end();

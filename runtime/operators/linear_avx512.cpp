@@ -39,9 +39,13 @@ INLINE U uand(U a, int mask) { return _mm512_and_si512(a, _mm512_set1_epi8(char(
 INLINE U uxor(U a, int mask) { return _mm512_xor_si512(a, _mm512_set1_epi8(char(mask))); }
 INLINE U uor(U a, U b) { return _mm512_or_si512(a, b); }
 template <int n>
-INLINE U ushl(U a) { return _mm512_slli_epi16(a, n); }
+INLINE U ushl(U a) {
+  return _mm512_slli_epi16(a, n);
+}
 template <int n>
-INLINE U ushr(U a) { return _mm512_srli_epi16(a, n); }
+INLINE U ushr(U a) {
+  return _mm512_srli_epi16(a, n);
+}
 INLINE U ulookup(const uint8_t* lut, U a) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(lut))), a);
 }
@@ -117,8 +121,8 @@ struct Amx {
 }  // namespace avx512
 const LinearKernels linear_avx512 = {avx512::kMr, avx512::kMrFloats, avx512::pack, avx512::multiply};
 // From 64 rows: 0.90 to 0.97 of the time of reading 100 and 200 tokens (q4_k, two threads); 16 rows took 1.0 to 1.6.
-const LinearKernels linear_amx = {avx512::kMr, avx512::kMrFloats, avx512::pack,
-                             avx512::multiply_with<avx512::Amx>, avx512::kUnitRows, 64};
+const LinearKernels linear_amx = {
+    avx512::kMr, avx512::kMrFloats, avx512::pack, avx512::multiply_with<avx512::Amx>, avx512::kUnitRows, 64};
 bool amx_multiplies_right() { return avx512::multiplies_right<avx512::Amx>(); }
 }  // namespace specexport
 #if defined(__clang__)

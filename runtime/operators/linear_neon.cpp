@@ -36,9 +36,13 @@ INLINE U uand(U a, int mask) { return vandq_u8(a, vdupq_n_u8(uint8_t(mask))); }
 INLINE U uxor(U a, int mask) { return veorq_u8(a, vdupq_n_u8(uint8_t(mask))); }
 INLINE U uor(U a, U b) { return vorrq_u8(a, b); }
 template <int n>
-INLINE U ushl(U a) { return vshlq_n_u8(a, n); }
+INLINE U ushl(U a) {
+  return vshlq_n_u8(a, n);
+}
 template <int n>
-INLINE U ushr(U a) { return vshrq_n_u8(a, n); }
+INLINE U ushr(U a) {
+  return vshrq_n_u8(a, n);
+}
 INLINE U ulookup(const uint8_t* lut, U a) { return uxor(vqtbl1q_u8(vld1q_u8(lut), a), 0x80); }
 INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
 

@@ -30,8 +30,8 @@ struct Sums {  // of M rows: int32 over 256 inputs, or floats; and what a block 
 };
 // The quads of a block from `first` on, for all rows.
 template <int bits, int parts, bool has_offset, bool k_quant, int M, int first>
-INLINE void add_quads(const Part& p, const uint8_t* line, const uint8_t* slots, int64_t b, int64_t block,
-                      Sums<k_quant, M>& s) {
+INLINE void add_quads(
+    const Part& p, const uint8_t* line, const uint8_t* slots, int64_t b, int64_t block, Sums<k_quant, M>& s) {
   constexpr int step = has_signs(bits) ? 2 : 4, whole = 8 / parts, part = first / whole;
   constexpr bool is_first = first % whole == 0, is_last = (first + step) % whole == 0;
   constexpr bool waits = quads_in_16_bits(bits) == 8 && parts == 1;  // in 16 bits, for the block's other half
@@ -84,16 +84,16 @@ INLINE void add_quads(const Part& p, const uint8_t* line, const uint8_t* slots, 
       const V scale = vmul(vload(p.scales + at + 8 * slice), vset(load_single(row + kSlotScales + 4 * b)));
       V total = vfma(to_float(found), scale, s.total[m][slice]);
       if constexpr (has_offset && part == parts - 1) {
-        UNROLL for (int n = 0; n < parts; n++)
-          total = vfma(vload(p.offsets + at + (n - part) * kNr + 8 * slice),
-                       vset(load_single(start + 32 * parts + 4 * (n - part))), total);
+        UNROLL for (int n = 0; n < parts; n++) total = vfma(vload(p.offsets + at + (n - part) * kNr + 8 * slice),
+            vset(load_single(start + 32 * parts + 4 * (n - part))), total);
       }
       pin(total);
       s.total[m][slice] = total;
     }
   }
   __asm__ volatile("" ::: "memory");
-  if constexpr (first + step < 8) add_quads<bits, parts, has_offset, k_quant, M, first + step>(p, line, slots, b, block, s);
+  if constexpr (first + step < 8)
+    add_quads<bits, parts, has_offset, k_quant, M, first + step>(p, line, slots, b, block, s);
 }
 template <int bits, int parts, bool has_offset, bool k_quant, int M>
 static void multiply_rows(const Part& p) {
@@ -119,8 +119,7 @@ static void multiply_rows(const Part& p) {
         const Finish<parts, has_offset> finish(p, super_block, 8 * slice);
         I pairs[8];
         constexpr bool above = !has_offset && !has_signs(bits);  // codes lie above their values by half of their range
-        if constexpr (above)
-          load_pairs<parts>(p.head + from * parts * kNr + 8 * slice, blocks, true, pairs);
+        if constexpr (above) load_pairs<parts>(p.head + from * parts * kNr + 8 * slice, blocks, true, pairs);
         UNROLL for (int m = 0; m < M; m++) {
           I sum = s.whole[m][slice];
           if constexpr (above)

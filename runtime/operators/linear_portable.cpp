@@ -62,9 +62,13 @@ INLINE U uand(U a, int mask) { return a & uint8_t(mask); }
 INLINE U uxor(U a, int mask) { return a ^ uint8_t(mask); }
 INLINE U uor(U a, U b) { return a | b; }
 template <int n>
-INLINE U ushl(U a) { return a << uint8_t(n); }
+INLINE U ushl(U a) {
+  return a << uint8_t(n);
+}
 template <int n>
-INLINE U ushr(U a) { return a >> uint8_t(n); }
+INLINE U ushr(U a) {
+  return a >> uint8_t(n);
+}
 INLINE U ulookup(const uint8_t* lut, U a) {
   for (int i = 0; i < 16; i++) a[i] = lut[a[i]];
   return a;

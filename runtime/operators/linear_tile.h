@@ -83,7 +83,8 @@ struct Finish {
     d = load_halves(p.head + p.s.d + 2 * at);
     if constexpr (has_mins) {
       dmin = load_halves(p.head + p.s.dmin + 2 * at);
-      load_pairs<parts>(p.head + p.s.offsets + super_block * 8 * parts * kNr + column, p.s.blocks - super_block * 8, false, pairs);
+      load_pairs<parts>(
+          p.head + p.s.offsets + super_block * 8 * parts * kNr + column, p.s.blocks - super_block * 8, false, pairs);
     }
   }
   MEMBER void add(I sum, const uint8_t* slot, float* to) const {
@@ -116,11 +117,12 @@ static void multiply_rows(const Part& p) {
         const uint8_t* line = p.codes + 64 * lines * (from + b);
         const int64_t at = (from + b) * parts * kNr + column;
         UNROLL for (int i = 0; i < (lines + kSlices - 1) / kSlices; i++)
-          prefetch(line + kAhead + 64 * (slice + kSlices * i));
+            prefetch(line + kAhead + 64 * (slice + kSlices * i));
         U u[8];
         unpack<bits>(line + 4 * column, p.lut, u);
         UNROLL for (int m = 0; m < M; m++) {
-          const uint8_t *row = slots + slot * m, *start = row + (k_quant ? kSlotSums : kSlotCompensation) + 4 * parts * b;
+          const uint8_t *row = slots + slot * m,
+                        *start = row + (k_quant ? kSlotSums : kSlotCompensation) + 4 * parts * b;
           const int8_t* values = reinterpret_cast<const int8_t*>(row + 32 * b);
           I sums[2] = {dot<bits>(compensates ? iset(int_at(start)) : izero(), u, values)};
           if (parts == 2) sums[1] = dot<bits>(compensates ? iset(int_at(start + 4)) : izero(), u + 4, values + 16);
@@ -128,16 +130,15 @@ static void multiply_rows(const Part& p) {
           else sums[0] = dot<bits>(sums[0], u + 4, values + 16);
           if constexpr (k_quant) {
             const I k = iset(int_at(row + kSlotFactors + 4 * b));
-            UNROLL for (int i = parts - 1; i >= 0; i--)
-              whole[m] = imadd(sums[i], iscaled(load_int8(p.head + at + i * kNr), k), whole[m]);
+            UNROLL for (int i = parts - 1; i >= 0; i--) whole[m] =
+                imadd(sums[i], iscaled(load_int8(p.head + at + i * kNr), k), whole[m]);
             if constexpr (kLanes == 8 && bits == 4 && (M == 4 || M > 6)) pin(whole[m]);  // 0.84, 0.97 (Zen 5)
           } else {
             const V scale = vset(load_single(row + kSlotScales + 4 * b));
-            UNROLL for (int i = 0; i < parts; i++)
-              total[m] = vfma(to_float(sums[i]), vmul(vload(p.scales + at + i * kNr), scale), total[m]);
-            UNROLL for (int i = 0; has_offset && i < parts; i++)
-              total[m] =
-                  vfma(vload(p.offsets + at + i * kNr), vset(load_single(start + 32 * parts + 4 * i)), total[m]);
+            UNROLL for (int i = 0; i < parts; i++) total[m] =
+                vfma(to_float(sums[i]), vmul(vload(p.scales + at + i * kNr), scale), total[m]);
+            UNROLL for (int i = 0; has_offset && i < parts; i++) total[m] =
+                vfma(vload(p.offsets + at + i * kNr), vset(load_single(start + 32 * parts + 4 * i)), total[m]);
           }
         }
       }
@@ -159,9 +160,15 @@ static constexpr Rows rows_kernel() {
 }
 template <int b, int p, bool s, bool l = false>
 static constexpr Rows kRows[10] = {
-    rows_kernel<b, p, s, l, 1>(), rows_kernel<b, p, s, l, 2>(), rows_kernel<b, p, s, l, 3>(),
-    rows_kernel<b, p, s, l, 4>(), rows_kernel<b, p, s, l, 5>(), rows_kernel<b, p, s, l, 6>(),
-    rows_kernel<b, p, s, l, 7>(), rows_kernel<b, p, s, l, 8>(), rows_kernel<b, p, s, l, 9>(),
+    rows_kernel<b, p, s, l, 1>(),
+    rows_kernel<b, p, s, l, 2>(),
+    rows_kernel<b, p, s, l, 3>(),
+    rows_kernel<b, p, s, l, 4>(),
+    rows_kernel<b, p, s, l, 5>(),
+    rows_kernel<b, p, s, l, 6>(),
+    rows_kernel<b, p, s, l, 7>(),
+    rows_kernel<b, p, s, l, 8>(),
+    rows_kernel<b, p, s, l, 9>(),
     rows_kernel<b, p, s, l, 10>(),
 };
 static const Rows* rows_of(const Format& format) {
@@ -175,19 +182,22 @@ static const Rows* rows_of(const Format& format) {
     }
   const int parts = format.parts();
   switch (format.bits) {
-    case 4: if (format.lookup) return kRows<kLookup, 1, false>;
-            if (parts == 2) return has_offset ? kRows<4, 2, true> : kRows<4, 2, false>;
-            return has_offset ? kRows<4, 1, true> : kRows<4, 1, false>;
+    case 4:
+      if (format.lookup) return kRows<kLookup, 1, false>;
+      if (parts == 2) return has_offset ? kRows<4, 2, true> : kRows<4, 2, false>;
+      return has_offset ? kRows<4, 1, true> : kRows<4, 1, false>;
     case 5: return has_offset ? kRows<5, 1, true> : kRows<5, 1, false>;
-    default: if (parts == 2) return has_offset ? kRows<8, 2, true> : kRows<8, 2, false>;
-             return has_offset ? kRows<8, 1, true> : kRows<8, 1, false>;
+    default:
+      if (parts == 2) return has_offset ? kRows<8, 2, true> : kRows<8, 2, false>;
+      return has_offset ? kRows<8, 1, true> : kRows<8, 1, false>;
   }
 }
 
 // float32 scales and offsets of each part of a panel's blocks.
 template <Scale kind, OffsetKind offset_kind>
 static void expand(const Format& format, const Panel& s, const uint8_t* at, float* scales, float* offsets) {
-  const int64_t wanted = s.blocks * format.parts(), repeats = format.group <= kBlockInputs ? 1 : format.group / kBlockInputs;
+  const int64_t wanted = s.blocks * format.parts(),
+                repeats = format.group <= kBlockInputs ? 1 : format.group / kBlockInputs;
   for (int64_t g = 0; g < s.groups; g++) {
     const int64_t first = g * repeats, end = first + repeats < wanted ? first + repeats : wanted;
     UNROLL for (int column = 0; column < kNr; column += kLanes) {
@@ -203,7 +213,8 @@ static void expand(const Format& format, const Panel& s, const uint8_t* at, floa
       const uint8_t* stored = at + s.offsets;
       if constexpr (offset_kind == OffsetKind::stored)
         offset = kind == Scale::half ? load_halves(stored + 2 * i) : vload(reinterpret_cast<const float*>(stored) + i);
-      if constexpr (offset_kind == OffsetKind::zero_point) offset = vmul(vmul(vset(-1.f), scale), to_float(load_uint8(stored + i)));
+      if constexpr (offset_kind == OffsetKind::zero_point)
+        offset = vmul(vmul(vset(-1.f), scale), to_float(load_uint8(stored + i)));
       for (int64_t r = first; r < end; r++) {
         vstore(scales + r * kNr + column, scale);
         if constexpr (offset_kind != OffsetKind::none) vstore(offsets + r * kNr + column, offset);
@@ -215,8 +226,9 @@ static void expand(const Format& format, const Panel& s, const uint8_t* at, floa
 using Expand = void (*)(const Format&, const Panel&, const uint8_t*, float*, float*);
 template <Scale kind>
 static Expand expand_by(OffsetKind offset_kind) {
-  return offset_kind == OffsetKind::none ? expand<kind, OffsetKind::none>
-         : offset_kind == OffsetKind::stored ? expand<kind, OffsetKind::stored> : expand<kind, OffsetKind::zero_point>;
+  return offset_kind == OffsetKind::none     ? expand<kind, OffsetKind::none>
+         : offset_kind == OffsetKind::stored ? expand<kind, OffsetKind::stored>
+                                             : expand<kind, OffsetKind::zero_point>;
 }
 static Expand expand_of(const Format& format) {
   switch (format.scale) {
@@ -274,19 +286,26 @@ static constexpr FloatRows float_kernel() {
 }
 template <Scale k>
 static constexpr FloatRows kFloatRows[9] = {
-    float_kernel<k, 1>(), float_kernel<k, 2>(), float_kernel<k, 3>(), float_kernel<k, 4>(), float_kernel<k, 5>(),
-    float_kernel<k, 6>(), float_kernel<k, 7>(), float_kernel<k, 8>(), float_kernel<k, 9>(),
+    float_kernel<k, 1>(),
+    float_kernel<k, 2>(),
+    float_kernel<k, 3>(),
+    float_kernel<k, 4>(),
+    float_kernel<k, 5>(),
+    float_kernel<k, 6>(),
+    float_kernel<k, 7>(),
+    float_kernel<k, 8>(),
+    float_kernel<k, 9>(),
 };
 
 // What multiplies groups of more than kMr rows: a panel's codes are unpacked once for all of them.
 struct UnitKernels {
   void (*unpack)(const uint8_t* codes, const uint8_t* lut, int64_t blocks, uint8_t* lines);
   void (*multiply)(const Part&, int64_t rows);  // with `lines` as codes
-  uint8_t* lines;  // [blocks, 8, 64]
+  uint8_t* lines;                               // [blocks, 8, 64]
 };
 
 static void multiply_all(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first, int64_t last,
-                         void* work, const UnitKernels* unit) {
+    void* work, const UnitKernels* unit) {
   const Layout& layout = p.layout;
   const Format& format = layout.format;
   const int64_t first_row = first * p.capacity, last_row = last * p.capacity < p.rows ? last * p.capacity : p.rows;
@@ -379,8 +398,7 @@ static void fill_k_quant(const Format& format, const float* x, uint8_t* slot) {
     put(slot + kSlotFactors + 4 * b, kPairs ? k * 0x10001 : k);
     if (kPairs || format.has_offset())
       put(slot + kSlotSums + 4 * b, int32_t(uint32_t(k * sums[1]) << 16 | (uint32_t(k * sums[0]) & 0xffff)));
-    else
-      put_compensation(format, b, sums, slot + kSlotSums);
+    else put_compensation(format, b, sums, slot + kSlotSums);
   }
 }
 static void fill_scales(const Format& format, const float* x, uint8_t* slot) {

@@ -26,8 +26,8 @@ constexpr T max(T a, T b) {
 extern ort::Api api;  // filled when the library is registered
 
 // A status that is not null is an error, and is returned at once.
-#define TRY(call)                             \
-  do {                                        \
+#define TRY(call)                                        \
+  do {                                                   \
     if (::ort::Status* status_ = (call)) return status_; \
   } while (0)
 #define REQUIRE(condition, message) TRY((condition) ? nullptr : ::specexport::refuse(message))
@@ -59,7 +59,7 @@ Status* input(KernelContext* context, size_t index, Tensor& tensor);  // optiona
 Status* output(KernelContext* context, size_t index, const int64_t* dims, size_t rank, void** data);
 Status* constant(const KernelInfo* info, size_t index, Tensor& tensor);  // absent where it is no constant
 Status* attribute(const KernelInfo* info, const char* name, int64_t min, int64_t max, int64_t& value);
-Status* attribute(const KernelInfo* info, const char* name, float& value);  // finite
+Status* attribute(const KernelInfo* info, const char* name, float& value);             // finite
 Status* attribute(const KernelInfo* info, const char* name, char* text, size_t size);  // ends with a null byte
 
 // A buffer of the calling thread that only grows, until that ends; null if there is no memory. Kernels of one session

@@ -4,7 +4,6 @@
 
 #include <math.h>
 
-
 namespace specexport {
 namespace {
 constexpr double kColdest = 1e-300;  // temperature
@@ -96,8 +95,8 @@ float kth_peak(const float* peaks, int64_t blocks, double wanted, float* sorted)
 using namespace specexport;
 
 void specexport_cut_rows(int64_t rows, int64_t most, const RowQuery* queries, const RowResult* results,
-                         const double* kept_masses, const int32_t* ids, const float* values, CutResult* cuts,
-                         int64_t* kept_ids, double* kept_probs) {
+    const double* kept_masses, const int32_t* ids, const float* values, CutResult* cuts, int64_t* kept_ids,
+    double* kept_probs) {
   Candidate all[kMaxCandidates];
   for (int64_t row = 0; row < rows; row++, ids += most, values += most, kept_ids += most, kept_probs += most) {
     const RowQuery& query = queries[row];
@@ -105,7 +104,8 @@ void specexport_cut_rows(int64_t rows, int64_t most, const RowQuery* queries, co
     CutResult& cut = cuts[row];
     cut.count = 0;
     const bool is_wanted = query.temperature > 0 && query.cuts != 0 && isfinite(of_row.total);
-    if (!is_wanted || !(of_row.candidates >= 1 && of_row.candidates <= double(most) && most <= kMaxCandidates)) continue;
+    if (!is_wanted || !(of_row.candidates >= 1 && of_row.candidates <= double(most) && most <= kMaxCandidates))
+      continue;
     const int64_t count = int64_t(of_row.candidates);
     for (int64_t i = 0; i < count; i++) all[i] = {ids[i], 0.0, values[i]};
     sort(all, count, [](const Candidate& a, const Candidate& b) {
@@ -143,8 +143,8 @@ void specexport_cut_rows(int64_t rows, int64_t most, const RowQuery* queries, co
 }
 
 void specexport_cut_residual(int64_t num_targets, const int64_t* target_ids, const double* target_probs,
-                             int64_t num_drafts, const int64_t* draft_ids, const double* draft_probs, double weight,
-                             double uniform, ResidualResult* result) {
+    int64_t num_drafts, const int64_t* draft_ids, const double* draft_probs, double weight, double uniform,
+    ResidualResult* result) {
   double masses[kMaxCandidates], sum = 0;
   num_targets = num_targets < kMaxCandidates ? num_targets : kMaxCandidates;
   for (int64_t i = 0, j = 0; i < num_targets; i++) {
@@ -159,7 +159,7 @@ void specexport_cut_residual(int64_t num_targets, const int64_t* target_ids, con
 }
 
 void specexport_query_row(const float* x, int64_t count, const RowQuery* asked, RowResult* result, int32_t* ids,
-                          float* values, float* peaks, float* sorted, double* sums) {
+    float* values, float* peaks, float* sorted, double* sums) {
   const RowKernels& with = kernels().rows;
   const RowQuery& query = *asked;
   const bool is_narrow = query.width > 0 && query.width < double(count);
@@ -184,9 +184,7 @@ void specexport_query_row(const float* x, int64_t count, const RowQuery* asked, 
     total += sums[block] = with.sum(x + block * kBlockLogits, row.size(block), softmax, nullptr);
   result->total = is_whole ? total : 1;
   if (query.cuts == 0) {
-    const auto fill = [&](int64_t block) {
-      with.sum(x + block * kBlockLogits, row.size(block), softmax, row.masses);
-    };
+    const auto fill = [&](int64_t block) { with.sum(x + block * kBlockLogits, row.size(block), softmax, row.masses); };
     const int64_t drawn = row.draw(query.uniform * total, fill);
     result->drawn = double(drawn);
     result->drawn_probability = row.masses[drawn % kBlockLogits] / total;
@@ -208,8 +206,7 @@ void specexport_query_row(const float* x, int64_t count, const RowQuery* asked, 
     result->candidates = double(taken);
     if (is_last || taken > kMaxCandidates || (query.top_k > 0 && double(taken) >= query.top_k)) return;
     double mass = 0;
-    for (int64_t i = 0; i < taken && query.top_p > 0; i++)
-      mass += exp((double(values[i]) - peak) / query.temperature);
+    for (int64_t i = 0; i < taken && query.top_p > 0; i++) mass += exp((double(values[i]) - peak) / query.temperature);
     if (query.top_p > 0 && mass >= query.top_p * total) return;
   }
 }

@@ -47,7 +47,7 @@ struct CutResult {
 };
 static_assert(sizeof(RowQuery) == 64 && sizeof(RowResult) == 64 && sizeof(ResidualQuery) == 104 &&
                   sizeof(ResidualResult) == 16 && sizeof(CutResult) == 40,
-              "they have no gaps");
+    "they have no gaps");
 
 constexpr int64_t kMaxCandidates = 1024, kBlockLogits = 512;
 // exp((x - peak) * inverse) * scale; `inverse` is 1 / T.
@@ -60,7 +60,8 @@ struct RowKernels {
   // Sum of the masses of `count` logits, which go to `masses` unless that is null.
   double (*sum)(const float* x, int64_t count, const Softmax& softmax, double* masses);
   // The same of max(0, q - p), where `q` and `p` are logits.
-  double (*residual)(const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses);
+  double (*residual)(
+      const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses);
 };
 extern const RowKernels rows_portable, rows_avx2, rows_avx512;
 }  // namespace specexport
@@ -69,18 +70,16 @@ extern const RowKernels rows_portable, rows_avx2, rows_avx512;
 // [rows, most] in any order. Gives what stays: ids [rows, most] ascending, and their probabilities. A row of which
 // there are no candidates, or more than `most` (kMaxCandidates at most), has 0 that stay.
 ORT_EXPORT void specexport_cut_rows(int64_t rows, int64_t most, const specexport::RowQuery* queries,
-                                    const specexport::RowResult* results, const double* kept_masses, const int32_t* ids,
-                                    const float* values, specexport::CutResult* cuts, int64_t* kept_ids,
-                                    double* kept_probs);
+    const specexport::RowResult* results, const double* kept_masses, const int32_t* ids, const float* values,
+    specexport::CutResult* cuts, int64_t* kept_ids, double* kept_probs);
 // The residual of two cut rows, ids ascending.
 ORT_EXPORT void specexport_cut_residual(int64_t num_targets, const int64_t* target_ids, const double* target_probs,
-                                        int64_t num_drafts, const int64_t* draft_ids, const double* draft_probs,
-                                        double weight, double uniform, specexport::ResidualResult* result);
+    int64_t num_drafts, const int64_t* draft_ids, const double* draft_probs, double weight, double uniform,
+    specexport::ResidualResult* result);
 // What is asked of a row of `count` logits in memory, and candidates [kMaxCandidates] where a cut wants them. `peaks`
 // and `sorted` [blocks] and `sums` [blocks] are memory for blocks of kBlockLogits.
 ORT_EXPORT void specexport_query_row(const float* x, int64_t count, const specexport::RowQuery* query,
-                                     specexport::RowResult* result, int32_t* ids, float* values, float* peaks,
-                                     float* sorted, double* sums);
+    specexport::RowResult* result, int32_t* ids, float* values, float* peaks, float* sorted, double* sums);
 // The residual of two rows in memory; `sums` as above.
-ORT_EXPORT void specexport_row_residual(const specexport::ResidualQuery* query, double* sums,
-                                        specexport::ResidualResult* result);
+ORT_EXPORT void specexport_row_residual(
+    const specexport::ResidualQuery* query, double* sums, specexport::ResidualResult* result);

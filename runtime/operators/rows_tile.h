@@ -85,7 +85,8 @@ INLINE V above(V q, V p) {
 }
 
 template <bool kStores>
-INLINE double residual_as(const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
+INLINE double residual_as(
+    const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
   return over<kStores>(
       count, masses, [&](int64_t i) TARGET { return above(masses_of(q + i, of_q), masses_of(p + i, of_p)); },
       [&](int64_t i) TARGET {
@@ -97,8 +98,10 @@ TARGET double sum(const float* x, int64_t count, const Softmax& softmax, double*
   return masses ? sum_as<true>(x, count, softmax, masses) : sum_as<false>(x, count, softmax, nullptr);
 }
 
-TARGET double residual(const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
-  return masses ? residual_as<true>(q, of_q, p, of_p, count, masses) : residual_as<false>(q, of_q, p, of_p, count, nullptr);
+TARGET double residual(
+    const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
+  return masses ? residual_as<true>(q, of_q, p, of_p, count, masses)
+                : residual_as<false>(q, of_q, p, of_p, count, nullptr);
 }
 }  // namespace
 

@@ -93,18 +93,20 @@ bool check(const char* name, const Set& the, int64_t n, int64_t k) {
   free(weight), free(x), free(bias), free(plain), free(out), free(alone);
   if (error > 1e-5 || !same)
     printf("%s [%lld, %lld], %lld rows: error %g, %s bits\n", name, (long long)n, (long long)k, (long long)rows, error,
-           same ? "equal" : "other");
+        same ? "equal" : "other");
   return error <= 1e-5 && same;
 }
 template <class T>
-T* zeros(int64_t count) { return static_cast<T*>(calloc(size_t(count), sizeof(T))); }
+T* zeros(int64_t count) {
+  return static_cast<T*>(calloc(size_t(count), sizeof(T)));
+}
 // Rows with as many candidates as there may be, one more and fewer; every distribution sums to 1, and no memory beside
 // is touched.
 bool cuts_are_distributions() {
   constexpr int64_t kRows = 130, kMost = 128;
-  auto *queries = zeros<RowQuery>(kRows);
-  auto *results = zeros<RowResult>(kRows);
-  auto *cuts = zeros<CutResult>(kRows);
+  auto* queries = zeros<RowQuery>(kRows);
+  auto* results = zeros<RowResult>(kRows);
+  auto* cuts = zeros<CutResult>(kRows);
   double *masses = zeros<double>(kRows), *probs = zeros<double>(kRows * kMost);
   auto* kept = zeros<int64_t>(kRows * kMost);
   auto* ids = zeros<int32_t>(kRows * kMost);
@@ -148,7 +150,7 @@ bool rows_are_distributions() {
     double total = 0;
     for (int64_t i = 0; i < width; i++) total += exp(double(x[i]) - x[0]);
     const RowQuery queries[] = {{1, 0, 0.7, 0, -INFINITY, 0, 0, 0}, {1, 0, 0.7, 0, -INFINITY, 9, 0, 1},
-                                {1, 0, 0.7, 0, -INFINITY, 0, 0.9, 1}, {1, 0, 0.7, 0, -2, 0, 0, 1}};
+        {1, 0, 0.7, 0, -INFINITY, 0, 0.9, 1}, {1, 0, 0.7, 0, -2, 0, 0, 1}};
     RowResult found, other;
     for (const RowQuery& query : queries) {
       specexport_query_row(x, width, &query, &found, ids, values, peaks, sorted, sums);
@@ -158,8 +160,8 @@ bool rows_are_distributions() {
     }
     specexport_query_row(x, width, &queries[0], &found, ids, values, peaks, sorted, sums);
     specexport_query_row(y, width, &queries[0], &other, ids, values, peaks, sorted, sums);
-    const ResidualQuery query = {1, double(width), found.peak, found.total, 1, double(width), other.peak, other.total,
-                                 1, -1, 0.3, x, y};
+    const ResidualQuery query = {
+        1, double(width), found.peak, found.total, 1, double(width), other.peak, other.total, 1, -1, 0.3, x, y};
     ResidualResult left;
     specexport_row_residual(&query, sums, &left);
     right = right && left.total >= 0 && left.total <= 1 && left.token < double(width);

@@ -62,7 +62,8 @@ void work_on(Task& task, int id, void* work) {  // a share of one product
     return;
   }
   for (int64_t i = 0; i < task.again; i++)
-    kernels().linear.multiply(p, p.layout.tiles * id / task.threads, p.layout.tiles * (id + 1) / task.threads, 0, p.groups, work);
+    kernels().linear.multiply(
+        p, p.layout.tiles * id / task.threads, p.layout.tiles * (id + 1) / task.threads, 0, p.groups, work);
 }
 void* run(void* data) {
   const Worker& worker = *static_cast<Worker*>(data);
@@ -147,7 +148,7 @@ int time_kernels() {
     pthread_barrier_wait(&task.barrier);
     for (int i = 1; i < threads; i++) pthread_join(ids[i], nullptr);
     printf("%.9f %.2f %.3f %.9f\n", seconds, macs * double(task.count) * cycle / seconds / threads, read / seconds,
-           packing);
+        packing);
     fflush(stdout);
     free(work), free(products), free(p.packed_rows), free(p.out), free(x);
   }
