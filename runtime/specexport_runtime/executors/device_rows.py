@@ -293,9 +293,9 @@ class RowSampler(RowSource):
     def residuals(self, asks: Sequence[ResidualAsk]) -> list[tuple[float, int]]:
         """See ``RowSource.residuals``."""
         count = len(asks)
-        queries = (ResidualQuery * count).from_buffer(self._residual_asks)
+        queries = (ResidualQuery * count).from_buffer(self._residual_asks.data)
         for i, ask in enumerate(asks):
-            queries[i] = ask
+            queries[i] = ResidualQuery(*ask)
         asked, found = self._at_residual_asks, self._at_residual
         self._driver.copy_in(asked, int(self._residual_asks.ctypes.data), _RESIDUAL_BYTES * count)
         at = (asked, asked + ResidualQuery.target.offset, self._at_sums)

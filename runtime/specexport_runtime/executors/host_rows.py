@@ -72,9 +72,9 @@ class HostRows(RowSource):
         self._lane = Lane(0, 0, np.zeros((1, ASK)), np.zeros(FOUND + MOST_CUT))
         self._memory = [np.zeros(blocks, kind) for kind in (np.float32, np.float32, np.float64)]  # of the library
         self._scratch = [_address(each) for each in self._memory]
-        self._query = RowQuery.from_buffer(self._lane.asks)
+        self._query = RowQuery.from_buffer(self._lane.asks.data)
         self._inline = self._lane.host_found + 8 * FOUND
-        result = RowResult.from_buffer(self._lane.found)
+        result = RowResult.from_buffer(self._lane.found.data)
         self._found = (self._query, result, self._inline, self._inline + 4 * MOST_CUT, *self._scratch)
         self._logits: Float32Array = np.zeros((0, width), np.float32)
         self._at_logits, self._pitch = 0, 0
