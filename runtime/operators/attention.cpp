@@ -278,7 +278,7 @@ Status* check(Step& step) {
   const int32_t *starts = in[kStarts].as<int32_t>(), *lens = in[kLens].as<int32_t>();
   REQUIRE(starts[0] == 0 && starts[step.rows] == step.tokens, "the rows' new tokens are not those of the step");
   for (int64_t row = 0; row < step.rows; row++) {
-    REQUIRE(starts[row + 1] >= starts[row], "a row has fewer than no new tokens");
+    REQUIRE(starts[row + 1] >= starts[row] && starts[row + 1] <= step.tokens, "a row has fewer than no new tokens");
     REQUIRE(lens[row] >= 0 && lens[row] <= step.entries, "a row's length is not that of a cache row");
     if (step.count(row) == 0) continue;
     const int64_t end = step.past(row) + step.count(row);
