@@ -58,12 +58,20 @@ audit: $(VENV)/.installed-dev ## ask PyPI for known vulnerabilities of what the 
 bench-kernels: $(VENV)/.installed-dev ## time the products of packed weights; KERNELS_ARGS="--against ../other --kernels avx2"
 	$(BIN)/python benchmarks/kernels.py $(KERNELS_ARGS)
 
-lint: $(VENV)/.installed-dev ## ruff, mypy, the layers (import-linter), hadolint and the brake on growth (tools/size.py)
+CPP := $(wildcard $(foreach part,*.cpp *.h,runtime/operators/$(part) tests/operators/$(part)))
+# What every processor compiles: the other files give the same headers their own vectors.
+CPP_TIDY := $(filter-out %_avx2.cpp %_avx512.cpp %_avxvnni.cpp %_neon.cpp,$(filter runtime/operators/%.cpp,$(CPP)))
+CPP_HEADERS := echo '\#include <math.h>' | c++ -E -x c++ - >/dev/null 2>&1
+
+lint: $(VENV)/.installed-dev ## ruff, mypy, the layers (import-linter), clang-format, clang-tidy, hadolint and the brake on growth (tools/size.py)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo && $(BIN)/hadolint docker/*.Dockerfile
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	@if $(CPP_HEADERS); then echo clang-tidy; $(BIN)/clang-tidy --quiet $(CPP_TIDY) -- -std=c++17 -DSPECEXPORT_BUILD='""'; \
+	else echo "clang-tidy is skipped: no C headers (apt-get install g++)"; fi
 	$(BIN)/python tools/size.py
 
-format: $(VENV)/.installed-dev ## let ruff fix and format
-	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+format: $(VENV)/.installed-dev ## let ruff fix and format, and clang-format format
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format . && $(BIN)/clang-format -i $(CPP)
 
 docs: $(VENV)/.installed-docs ## build the documentation site into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "Open build/site/index.html."

@@ -5,7 +5,7 @@
 
 #define TARGET
 #define LANES 4
-#define QUERIES 3
+#define QUERIES 3  // against 16 entries 12 sums + 4 keys = 16 registers, as SSE has
 #define KERNELS attention_portable
 #if defined(__aarch64__)
 #include <arm_neon.h>

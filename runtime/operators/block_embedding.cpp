@@ -21,7 +21,7 @@ int code_at(const Format& format, const uint8_t* block, int column, int input) {
   return format.lookup ? format.lookup[code] : code;
 }
 
-void look_up(const Layout& layout, const uint8_t* tile, int column, float* out) {
+void dequantize_row(const Layout& layout, const uint8_t* tile, int column, float* out) {
   const Format& format = layout.format;
   if (format.is_float()) {
     for (int64_t k = 0; k < layout.K; k++) {
@@ -34,25 +34,26 @@ void look_up(const Layout& layout, const uint8_t* tile, int column, float* out) 
     }
     return;
   }
-  for (int64_t first = 0; first < layout.K; first += kPanel) {
-    const Panel& s = layout.K - first < kPanel ? layout.last : layout.whole;
+  for (int64_t first = 0; first < layout.K; first += kPanelInputs) {
+    const Panel& s = layout.K - first < kPanelInputs ? layout.last : layout.whole;
     for (int64_t g = 0; g < s.groups; g++) {
-      const int64_t i = g * kNr + column, base = (g * format.group / kSuper * kNr + column) * 2;
+      const int64_t i = g * kNr + column, at_super = (g * format.group / kSuperInputs * kNr + column) * 2;
       const float scale = format.scale == Scale::half     ? load_half(tile + 2 * i)
                           : format.scale == Scale::single ? load_single(tile + 4 * i)
                           : format.scale == Scale::power  ? power_of(tile[i])
-                                                          : load_half(tile + s.bases + base) * float(int8_t(tile[i]));
+                                                          : load_half(tile + s.d + at_super) * float(int8_t(tile[i]));
       float offset = 0;
-      if (format.shift == Shift::offset)
+      if (format.offset_kind == OffsetKind::stored)
         offset =
-            format.scale == Scale::half ? load_half(tile + s.shifts + 2 * i) : load_single(tile + s.shifts + 4 * i);
-      if (format.shift == Shift::minima) offset = load_half(tile + s.leasts + base) * float(tile[s.shifts + i]);
-      const int zero = format.shift == Shift::zero ? tile[s.shifts + i] : format.zero();
-      const bool has_offset = format.shift == Shift::offset || format.shift == Shift::minima;
+            format.scale == Scale::half ? load_half(tile + s.offsets + 2 * i) : load_single(tile + s.offsets + 4 * i);
+      if (format.offset_kind == OffsetKind::mins)
+        offset = load_half(tile + s.dmin + at_super) * float(tile[s.offsets + i]);
+      const int zero_point = format.offset_kind == OffsetKind::zero_point ? tile[s.offsets + i] : format.zero_point();
+      const bool adds_offset = format.offset_kind == OffsetKind::stored || format.offset_kind == OffsetKind::mins;
       for (int64_t k = g * format.group; k < (g + 1) * format.group && first + k < layout.K; k++) {
-        const uint8_t* block = tile + s.codes + k / kBlock * 64 * format.bits;
-        const float value = float(code_at(format, block, column, int(k % kBlock)) - zero) * scale;
-        out[first + k] = has_offset ? value + offset : value;
+        const uint8_t* block = tile + s.codes + k / kBlockInputs * 64 * format.bits;
+        const float value = float(code_at(format, block, column, int(k % kBlockInputs)) - zero_point) * scale;
+        out[first + k] = adds_offset ? value + offset : value;
       }
     }
     tile += s.end;
@@ -83,7 +84,7 @@ Status* run(const void* kernel, KernelContext* context) {
     for (int64_t i = count * int64_t(part) / int64_t(parts); i < count * int64_t(part + 1) / int64_t(parts); i++) {
       const int64_t id = ids.as<int64_t>()[i];
       const uint8_t* tile = packed.as<uint8_t>() + size_t(id / kNr) * layout.tile_bytes;
-      look_up(layout, tile, int(id % kNr), static_cast<float*>(out) + i * layout.K);
+      dequantize_row(layout, tile, int(id % kNr), static_cast<float*>(out) + i * layout.K);
     }
   });
 }
@@ -102,8 +103,8 @@ Status* make_weight(const KernelInfo* info, void** kernel) {
   *kernel = weight;
   int64_t n, k;
   TRY(attribute(info, "format", weight->format, sizeof weight->format));
-  TRY(attribute(info, "N", 0, kMostSize, n));
-  TRY(attribute(info, "K", 0, kMostSize, k));
+  TRY(attribute(info, "N", 0, kMaxSize, n));
+  TRY(attribute(info, "K", 0, kMaxSize, k));
   TRY(make_layout(weight->format, n, k, weight->layout));
   Tensor packed;
   TRY(constant(info, 1, packed));

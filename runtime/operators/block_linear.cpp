@@ -1,57 +1,37 @@
 // x [..., K] times a packed weight [N, K], and a bias [N] if there is one: [..., N].
 #include "block_weight.h"
-#include "cpu.h"
-#include "linear.h"
+#include "kernels.h"
 
 namespace specexport {
-const Kernels& kernels() {
-  switch (isa()) {
-#if defined(__x86_64__) || defined(_M_X64)
-    case Isa::amx: return amx_kernels;
-    case Isa::avx512vnni: return avx512_kernels;
-    case Isa::avxvnni: return avxvnni_kernels;
-    case Isa::avx2: return avx2_kernels;
-#elif defined(__aarch64__)
-    case Isa::neon_dot: return neon_kernels;
-#endif
-    default: return portable_kernels;
-  }
-}
-
 bool multiply_tiles(const Product& p, int64_t first, int64_t last, int64_t group, int64_t last_group) {
-  constexpr size_t kNearBytes = 512 << 10;  // of activations that are kept at hand while tiles pass
+  constexpr size_t kNearBytes = 512 << 10;  // of activations that stay while tiles pass: half of an L2 cache of 1 MB
   int64_t step = int64_t(kNearBytes / (p.group_bytes() + 1));
   step = step < 2 ? 2 : step > 32 ? 32 : step;
   if (step > last_group - group) step = last_group - group;
-  void* room = scratch(work_bytes(step * p.capacity), 1);
-  for (; room && group < last_group; group += step)
-    kernels().multiply(p, first, last, group, group + step < last_group ? group + step : last_group, room);
-  return room;
+  void* work = scratch(Scratch::part, work_bytes(step * p.capacity));
+  for (; work && group < last_group; group += step)
+    kernels().linear.multiply(p, first, last, group, group + step < last_group ? group + step : last_group, work);
+  return work;
 }
 
 namespace {
-constexpr size_t kPartBytes = 64 << 10, kMostParts = 32;
 constexpr size_t kPackedBytes = 8 << 20;  // of rows that are packed together
-
-size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 // Some rows. Parts have whole tiles, and whole groups of rows where tiles are too few.
 Status* multiply(KernelContext* context, Product& p) {
-  p.cut(kernels().most_of(p.layout, p.rows));
+  p.split(kernels().linear.group_rows(p.layout, p.rows));
   const size_t groups = size_t(p.groups), tiles = size_t(p.layout.tiles);
-  p.packed_rows = static_cast<uint8_t*>(scratch(groups * p.group_bytes() + 1, 0));
-  REQUIRE(p.packed_rows, "out of memory");
-  const size_t shares = p.rows * p.layout.K < 1 << 16 ? 1 : least(groups, 8);
-  TRY(parallel(context, shares, [&](size_t i) {
-    kernels().pack(p, int64_t(groups * i / shares), int64_t(groups * (i + 1) / shares));
-  }));
-  size_t wanted = least(tiles * p.layout.tile_bytes * groups / kPartBytes, kMostParts);
+  REQUIRE(allocate(Scratch::step, Array{p.packed_rows, int64_t(groups * p.group_bytes())}), "out of memory");
+  const size_t parts = p.rows * p.layout.K < 1 << 16 ? 1 : min(groups, size_t(8));
+  TRY(parallel(context, parts,
+      [&](size_t i) { kernels().linear.pack(p, int64_t(groups * i / parts), int64_t(groups * (i + 1) / parts)); }));
+  size_t wanted = min(tiles * p.layout.tile_bytes * groups / kPartBytes, kMaxParts);
   if (wanted < 1) wanted = 1;
-  const size_t columns = least(wanted, tiles), rows = least(wanted / columns, groups);
+  const size_t columns = min(wanted, tiles), rows = min(wanted / columns, groups);
   return parallel_with_memory(context, columns * rows, [&](size_t part) {
     const size_t column = part % columns, row = part / columns;
     return multiply_tiles(p, int64_t(tiles * column / columns), int64_t(tiles * (column + 1) / columns),
-                          int64_t(groups * row / rows), int64_t(groups * (row + 1) / rows));
+        int64_t(groups * row / rows), int64_t(groups * (row + 1) / rows));
   });
 }
 

@@ -4,7 +4,7 @@
 #include "operator.h"
 
 namespace specexport {
-Status* make_layout(const char* format, int64_t n, int64_t k, Layout& layout);
+Status* make_layout(const char* name, int64_t n, int64_t k, Layout& layout);
 struct Weight {
   Layout layout;
   char format[48];

@@ -17,8 +17,8 @@ ort::Api api;
 
 namespace {
 constexpr const char* kDomain = "specexport";
-constexpr void (*kDefinitions[])(Operator&) = {define_block_linear, define_block_embedding, define_block_experts,
-                                                define_attention};
+constexpr void (*kDefinitions[])(Operator&) = {
+    define_block_linear, define_block_embedding, define_block_experts, define_attention};
 constexpr size_t kCount = sizeof kDefinitions / sizeof *kDefinitions;
 Operator operators[kCount];
 
@@ -28,8 +28,8 @@ ort::Domain* domain;  // of all sessions: never released
 
 // The buffers of a thread. A destructor of theirs would need the C++ runtime, so the system calls for them at its end.
 struct Buffers {
-  void* data[kScratchSlots];
-  size_t size[kScratchSlots];
+  void* data[kNumScratch];
+  size_t size[kNumScratch];
 };
 thread_local Buffers* buffers;
 
@@ -77,7 +77,9 @@ struct Instance {
   const Operator* kind;
   void* kernel;
 };
-ort::Characteristic characteristic(const Argument& argument) { return argument.optional ? ort::kOptional : ort::kRequired; }
+ort::Characteristic characteristic(const Argument& argument) {
+  return argument.optional ? ort::kOptional : ort::kRequired;
+}
 size_t none(int**, int**) { return 0; }
 void nothing(int*, int*) {}
 
@@ -168,10 +170,10 @@ Status* constant(const KernelInfo* info, size_t index, Tensor& tensor) {
   TRY(api.GetConstantInput(info, index, &is_constant, &value));
   return read(is_constant ? value : nullptr, tensor);
 }
-Status* attribute(const KernelInfo* info, const char* name, int64_t least, int64_t most, int64_t& value) {
+Status* attribute(const KernelInfo* info, const char* name, int64_t min, int64_t max, int64_t& value) {
   TRY(api.GetAttributeInt(info, name, &value));
-  if (value >= least && value <= most) return nullptr;
-  return refuse("%s is %lld, and must be from %lld to %lld", name, (long long)value, (long long)least, (long long)most);
+  if (value >= min && value <= max) return nullptr;
+  return refuse("%s is %lld, and must be from %lld to %lld", name, (long long)value, (long long)min, (long long)max);
 }
 Status* attribute(const KernelInfo* info, const char* name, float& value) {
   TRY(api.GetAttributeFloat(info, name, &value));
@@ -184,18 +186,20 @@ Status* attribute(const KernelInfo* info, const char* name, char* text, size_t s
   return api.GetAttributeString(info, name, text, &needed);
 }
 
-void* scratch(size_t bytes, int slot) {
+void* scratch(Scratch slot, size_t bytes) {
   if (!buffers) {
     auto* made = static_cast<Buffers*>(calloc(1, sizeof(Buffers)));
     if (!made || !at_end(made)) return free(made), nullptr;
     buffers = made;
   }
-  if (bytes > buffers->size[slot]) {
-    free(buffers->data[slot]);
-    buffers->data[slot] = malloc(bytes + 64);
-    buffers->size[slot] = buffers->data[slot] ? bytes : 0;
+  void*& data = buffers->data[int(slot)];
+  size_t& size = buffers->size[int(slot)];
+  if (!data || bytes > size) {
+    free(data);
+    data = malloc(bytes + 64);
+    size = data ? bytes : 0;
   }
-  char* start = static_cast<char*>(buffers->data[slot]);
+  char* start = static_cast<char*>(data);
   return start ? start + (64 - reinterpret_cast<uintptr_t>(start) % 64) % 64 : nullptr;
 }
 
@@ -206,12 +210,14 @@ Status* parallel(KernelContext* context, void (*fn)(void*, size_t), size_t parts
 }
 }  // namespace specexport
 
-// Called for each SessionOptions. Where ONNX Runtime is too old the operators stay unknown, and loading a model says so.
+// Called for each SessionOptions. Where ONNX Runtime is too old the operators stay unknown, and loading a model says
+// so.
 ORT_EXPORT ort::Status* ORT_CALL RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
   using namespace specexport;
   ort::Table table = base->GetApi(ort::kApiVersion);
   if (!table) return nullptr;
-  while (__atomic_test_and_set(&registering, __ATOMIC_ACQUIRE)) {}
+  while (__atomic_test_and_set(&registering, __ATOMIC_ACQUIRE)) {
+  }
   Status* status = know(base, table);
   __atomic_clear(&registering, __ATOMIC_RELEASE);
   return status ? status : api.AddDomain(options, domain);

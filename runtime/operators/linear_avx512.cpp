@@ -17,6 +17,7 @@
 
 namespace specexport {
 namespace avx512 {
+// Registers: 10 sums + 8 unpacked + 3 = 21 of 32 zmm; of floats 18 sums (two chains) + 2 weights = 20.
 // Ten rows: 0.93 to 0.99 of the time of nine (q4_k, 10 to 100 rows). 4 KB ahead: 1.1 times as long (both on Zen 5).
 constexpr int kLanes = 16, kMr = 10, kMrFloats = 9, kAhead = 8192;
 constexpr bool kSigned = false, kPairs = false;
@@ -38,9 +39,13 @@ INLINE U uand(U a, int mask) { return _mm512_and_si512(a, _mm512_set1_epi8(char(
 INLINE U uxor(U a, int mask) { return _mm512_xor_si512(a, _mm512_set1_epi8(char(mask))); }
 INLINE U uor(U a, U b) { return _mm512_or_si512(a, b); }
 template <int n>
-INLINE U ushl(U a) { return _mm512_slli_epi16(a, n); }
+INLINE U ushl(U a) {
+  return _mm512_slli_epi16(a, n);
+}
 template <int n>
-INLINE U ushr(U a) { return _mm512_srli_epi16(a, n); }
+INLINE U ushr(U a) {
+  return _mm512_srli_epi16(a, n);
+}
 INLINE U ulookup(const uint8_t* lut, U a) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(lut))), a);
 }
@@ -61,10 +66,10 @@ INLINE V load_halves(const uint8_t* p) { return _mm512_cvtph_ps(words16(p)); }
 INLINE V load_bf16(const uint8_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words16(p)), 16));
 }
-INLINE I ilevels(const uint8_t* p) { return _mm512_cvtepi8_epi32(bytes16(p)); }
-INLINE I ibytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(bytes16(p)); }
+INLINE I load_int8(const uint8_t* p) { return _mm512_cvtepi8_epi32(bytes16(p)); }
+INLINE I load_uint8(const uint8_t* p) { return _mm512_cvtepu8_epi32(bytes16(p)); }
 INLINE I imadd(I a, I b, I sum) { return _mm512_add_epi32(sum, _mm512_mullo_epi32(a, b)); }
-INLINE I iscaled(I level, I k) { return _mm512_madd_epi16(level, k); }
+INLINE I iscaled(I scale, I k) { return _mm512_madd_epi16(scale, k); }
 INLINE I ipair(I even, I odd) { return _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16)); }
 INLINE I add_pairs(I pairs, int32_t two, I sum) { return _mm512_dpwssd_epi32(sum, pairs, iset(two)); }
 
@@ -95,7 +100,7 @@ struct Amx {
       uint16_t bytes[16] = {};  // of a row of each register: 0 to 3 are sums, 4 to 7 what is multiplied
       uint8_t rows[16] = {};
     } set;
-    for (int i = 0; i < 8; i++) set.bytes[i] = uint16_t(i == 4 || i == 5 ? kBlock : 64);
+    for (int i = 0; i < 8; i++) set.bytes[i] = uint16_t(i == 4 || i == 5 ? kBlockInputs : 64);
     for (int i = 0; i < 8; i++) set.rows[i] = uint8_t(i < 6 ? rows : 8);
     __asm__ volatile("ldtilecfg %0" : : "m"(set));
   }
@@ -114,10 +119,10 @@ struct Amx {
   }
 };
 }  // namespace avx512
-const Kernels avx512_kernels = {avx512::kMr, avx512::kMrFloats, avx512::pack, avx512::multiply};
+const LinearKernels linear_avx512 = {avx512::kMr, avx512::kMrFloats, avx512::pack, avx512::multiply};
 // From 64 rows: 0.90 to 0.97 of the time of reading 100 and 200 tokens (q4_k, two threads); 16 rows took 1.0 to 1.6.
-const Kernels amx_kernels = {avx512::kMr, avx512::kMrFloats, avx512::pack,
-                             avx512::multiply_with<avx512::Amx>, avx512::kManyRows, 64};
+const LinearKernels linear_amx = {
+    avx512::kMr, avx512::kMrFloats, avx512::pack, avx512::multiply_with<avx512::Amx>, avx512::kUnitRows, 64};
 bool amx_multiplies_right() { return avx512::multiplies_right<avx512::Amx>(); }
 }  // namespace specexport
 #if defined(__clang__)

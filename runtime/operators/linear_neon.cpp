@@ -15,6 +15,7 @@
 
 namespace specexport {
 namespace neon {
+// Registers: 8 sums + 8 unpacked + 3 = 19 of 32; of floats 16 sums (two chains) + 2 weights + 1 = 19. Not timed on Arm.
 constexpr int kLanes = 4, kMr = 8, kMrFloats = 8, kAhead = 4096;
 constexpr bool kSigned = true, kPairs = false;
 using V = float32x4_t;
@@ -35,9 +36,13 @@ INLINE U uand(U a, int mask) { return vandq_u8(a, vdupq_n_u8(uint8_t(mask))); }
 INLINE U uxor(U a, int mask) { return veorq_u8(a, vdupq_n_u8(uint8_t(mask))); }
 INLINE U uor(U a, U b) { return vorrq_u8(a, b); }
 template <int n>
-INLINE U ushl(U a) { return vshlq_n_u8(a, n); }
+INLINE U ushl(U a) {
+  return vshlq_n_u8(a, n);
+}
 template <int n>
-INLINE U ushr(U a) { return vshrq_n_u8(a, n); }
+INLINE U ushr(U a) {
+  return vshrq_n_u8(a, n);
+}
 INLINE U ulookup(const uint8_t* lut, U a) { return uxor(vqtbl1q_u8(vld1q_u8(lut), a), 0x80); }
 INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
 
@@ -51,10 +56,10 @@ INLINE I dot(I sum, const U* u, const int8_t* values) {
 }
 INLINE V load_halves(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 INLINE V load_bf16(const uint8_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16)); }
-INLINE I ibytes(const uint8_t* p) { return I{p[0], p[1], p[2], p[3]}; }
-INLINE I ilevels(const uint8_t* p) { return I{int8_t(p[0]), int8_t(p[1]), int8_t(p[2]), int8_t(p[3])}; }
+INLINE I load_uint8(const uint8_t* p) { return I{p[0], p[1], p[2], p[3]}; }
+INLINE I load_int8(const uint8_t* p) { return I{int8_t(p[0]), int8_t(p[1]), int8_t(p[2]), int8_t(p[3])}; }
 INLINE I imadd(I a, I b, I sum) { return vmlaq_s32(sum, a, b); }
-INLINE I iscaled(I level, I k) { return vmulq_s32(level, k); }
+INLINE I iscaled(I scale, I k) { return vmulq_s32(scale, k); }
 INLINE I ipair(I even, I odd) { return vsliq_n_s32(even, odd, 16); }
 INLINE I add_pairs(I pairs, int32_t two, I sum) {
   const I even = vshrq_n_s32(vshlq_n_s32(pairs, 16), 16), odd = vshrq_n_s32(pairs, 16);
@@ -63,7 +68,7 @@ INLINE I add_pairs(I pairs, int32_t two, I sum) {
 
 INLINE int32_t largest_bits(const float* x) {
   I largest = izero();
-  for (int i = 0; i < kBlock; i += 4)
+  for (int i = 0; i < kBlockInputs; i += 4)
     largest = vmaxq_s32(largest, vandq_s32(vreinterpretq_s32_f32(vload(x + i)), iset(0x7fffffff)));
   return vmaxvq_s32(largest);
 }
@@ -81,7 +86,7 @@ template <class T>
 INLINE void pin(T&) {}
 #include "linear_tile.h"
 }  // namespace neon
-const Kernels neon_kernels = {neon::kMr, neon::kMrFloats, neon::pack, neon::multiply};
+const LinearKernels linear_neon = {neon::kMr, neon::kMrFloats, neon::pack, neon::multiply};
 }  // namespace specexport
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -10,6 +10,7 @@
 
 namespace specexport {
 namespace portable {
+// Codes are unpacked to memory, not registers: two rows share them.
 constexpr int kLanes = 4, kMr = 2, kMrFloats = 2, kAhead = 0;
 constexpr bool kSigned = false, kPairs = false;
 typedef float V __attribute__((vector_size(16)));
@@ -61,9 +62,13 @@ INLINE U uand(U a, int mask) { return a & uint8_t(mask); }
 INLINE U uxor(U a, int mask) { return a ^ uint8_t(mask); }
 INLINE U uor(U a, U b) { return a | b; }
 template <int n>
-INLINE U ushl(U a) { return a << uint8_t(n); }
+INLINE U ushl(U a) {
+  return a << uint8_t(n);
+}
 template <int n>
-INLINE U ushr(U a) { return a >> uint8_t(n); }
+INLINE U ushr(U a) {
+  return a >> uint8_t(n);
+}
 INLINE U ulookup(const uint8_t* lut, U a) {
   for (int i = 0; i < 16; i++) a[i] = lut[a[i]];
   return a;
@@ -85,10 +90,10 @@ INLINE V load_bf16(const uint8_t* p) {
   for (int i = 0; i < 4; i++) v[i] = float_of_bits(uint32_t(load<uint16_t>(p + 2 * i)) << 16);
   return v;
 }
-INLINE I ilevels(const uint8_t* p) { return I{int8_t(p[0]), int8_t(p[1]), int8_t(p[2]), int8_t(p[3])}; }
-INLINE I ibytes(const uint8_t* p) { return I{p[0], p[1], p[2], p[3]}; }
+INLINE I load_int8(const uint8_t* p) { return I{int8_t(p[0]), int8_t(p[1]), int8_t(p[2]), int8_t(p[3])}; }
+INLINE I load_uint8(const uint8_t* p) { return I{p[0], p[1], p[2], p[3]}; }
 INLINE I imadd(I a, I b, I sum) { return I(W(sum) + W(a) * W(b)); }
-INLINE I iscaled(I level, I k) { return level * k; }
+INLINE I iscaled(I scale, I k) { return scale * k; }
 INLINE I ipair(I even, I odd) { return I(W(even) & 0xffff) | I(W(odd) << 16); }
 INLINE I add_pairs(I pairs, int32_t two, I sum) {
   return imadd(pairs >> 16, iset(two >> 16), imadd(I(W(pairs) << 16) >> 16, iset(int16_t(two)), sum));
@@ -96,7 +101,7 @@ INLINE I add_pairs(I pairs, int32_t two, I sum) {
 
 INLINE int32_t largest_bits(const float* x) {
   int32_t largest = 0;
-  for (int i = 0; i < kBlock; i++) {
+  for (int i = 0; i < kBlockInputs; i++) {
     const int32_t bits = load<int32_t>(x + i) & 0x7fffffff;
     largest = bits > largest ? bits : largest;
   }
@@ -104,7 +109,7 @@ INLINE int32_t largest_bits(const float* x) {
 }
 INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* sums) {
   sums[0] = sums[1] = 0;
-  for (int i = 0; i < kBlock; i++) {
+  for (int i = 0; i < kBlockInputs; i++) {
     const int32_t rounded = int32_t(lrintf(x[i] * inverse));
     values[i] = int8_t(rounded);
     sums[i / 16] += rounded;
@@ -114,5 +119,5 @@ template <class T>
 INLINE void pin(T&) {}
 #include "linear_tile.h"
 }  // namespace portable
-const Kernels portable_kernels = {portable::kMr, portable::kMrFloats, portable::pack, portable::multiply};
+const LinearKernels linear_portable = {portable::kMr, portable::kMrFloats, portable::pack, portable::multiply};
 }  // namespace specexport

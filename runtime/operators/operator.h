@@ -14,19 +14,28 @@ using ort::KernelContext;
 using ort::KernelInfo;
 using ort::Status;
 
+template <class T>
+constexpr T min(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+constexpr T max(T a, T b) {
+  return a > b ? a : b;
+}
+
 extern ort::Api api;  // filled when the library is registered
 
 // A status that is not null is an error, and is returned at once.
-#define TRY(call)                             \
-  do {                                        \
+#define TRY(call)                                        \
+  do {                                                   \
     if (::ort::Status* status_ = (call)) return status_; \
   } while (0)
 #define REQUIRE(condition, message) TRY((condition) ? nullptr : ::specexport::refuse(message))
 Status* refuse(const char* format, ...);  // as printf: an error of one line
 
 constexpr size_t kMaxRank = 8;
-constexpr int64_t kMostSize = INT32_MAX;  // of a matrix, in one dimension
-constexpr int64_t kMostHeads = 65535, kMostHeadSize = 65535;
+constexpr int64_t kMaxSize = INT32_MAX;  // of a matrix, in one dimension
+constexpr int64_t kMaxHeads = 65535, kMaxHeadSize = 65535;
 
 // An input that is there has data or no elements; one that is left out has `absent`.
 struct Tensor {
@@ -46,17 +55,35 @@ struct Tensor {
   }
 };
 
-Status* input(KernelContext* context, size_t index, Tensor& tensor);                                   // optional ones may be absent
+Status* input(KernelContext* context, size_t index, Tensor& tensor);  // optional ones may be absent
 Status* output(KernelContext* context, size_t index, const int64_t* dims, size_t rank, void** data);
-Status* constant(const KernelInfo* info, size_t index, Tensor& tensor);                                // absent where it is no constant
-Status* attribute(const KernelInfo* info, const char* name, int64_t least, int64_t most, int64_t& value);
-Status* attribute(const KernelInfo* info, const char* name, float& value);                             // finite
-Status* attribute(const KernelInfo* info, const char* name, char* text, size_t size);                  // ends with a null byte
+Status* constant(const KernelInfo* info, size_t index, Tensor& tensor);  // absent where it is no constant
+Status* attribute(const KernelInfo* info, const char* name, int64_t min, int64_t max, int64_t& value);
+Status* attribute(const KernelInfo* info, const char* name, float& value);             // finite
+Status* attribute(const KernelInfo* info, const char* name, char* text, size_t size);  // ends with a null byte
 
-// A buffer of the calling thread that only grows, until that ends; null if there is no memory. Kernels of one session may run in several
-// threads at once, so none may keep such memory itself. `slot` tells buffers apart that one operator needs together.
-constexpr int kScratchSlots = 4;
-void* scratch(size_t bytes, int slot = 0);
+// A buffer of the calling thread that only grows, until that ends; null if there is no memory. Kernels of one session
+// may run in several threads at once, so none may keep such memory itself.
+enum class Scratch { step, states, part };  // of a call of an operator, of what it needs later, of one part of the call
+constexpr int kNumScratch = 3;
+void* scratch(Scratch slot, size_t bytes);
+
+// Arrays one after the other in such a buffer, each from a cache line on; false if there is no memory.
+template <class T>
+struct Array {
+  T*& start;
+  int64_t count;
+  size_t bytes() const { return (size_t(count) * sizeof(T) + 63) / 64 * 64; }
+};
+template <class T>
+Array(T*&, int64_t) -> Array<T>;
+template <class... T>
+bool allocate(Scratch slot, Array<T>... arrays) {
+  char* at = static_cast<char*>(scratch(slot, (arrays.bytes() + ...)));
+  if (!at) return false;
+  ((arrays.start = reinterpret_cast<T*>(at), at += arrays.bytes()), ...);
+  return true;
+}
 
 // Runs fn(data, 0) … fn(data, parts - 1) on the session's threads, which claim them one by one; returns when all are
 // done. One part runs in its caller. Nothing that a part computes may depend on how many threads there are.

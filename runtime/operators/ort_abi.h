@@ -19,14 +19,24 @@ constexpr int kGetShapeReference = 414;  // GetTensorElementTypeAndShapeDataRefe
 
 struct Status;
 struct Value;
-struct TypeInfo;       // of a tensor: element type and shape
+struct TypeInfo;  // of a tensor: element type and shape
 struct KernelInfo;
 struct KernelContext;
 struct SessionOptions;
 struct Domain;
 struct ShapeContext;
 
-enum ElementType : int { kUndefined = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kBool = 9, kFloat16 = 10, kBfloat16 = 16 };
+enum ElementType : int {
+  kUndefined = 0,
+  kFloat = 1,
+  kUint8 = 2,
+  kInt8 = 3,
+  kInt32 = 6,
+  kInt64 = 7,
+  kBool = 9,
+  kFloat16 = 10,
+  kBfloat16 = 16
+};
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
 enum Characteristic : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 
@@ -55,12 +65,15 @@ struct Api {
   Status*(ORT_CALL* GetOutput)(KernelContext*, size_t index, const int64_t* dims, size_t rank, Value** out);
   void(ORT_CALL* ReleaseTypeInfo)(TypeInfo*);
   Status*(ORT_CALL* GetConstantInput)(const KernelInfo*, size_t index, int* is_constant, const Value** out);
-  Status*(ORT_CALL* ParallelFor)(const KernelContext*, void (*fn)(void*, size_t), size_t total, size_t batches, void* data);
+  Status*(ORT_CALL* ParallelFor)(
+      const KernelContext*, void (*fn)(void*, size_t), size_t total, size_t batches, void* data);
   // API version 24, else null: element type and shape without an allocation.
   Status*(ORT_CALL* GetShapeReference)(const Value*, int* type, const int64_t** dims, size_t* rank);
 
   template <class F>
-  static void set(F& f, Table t, int index) { f = reinterpret_cast<F>(t[index]); }
+  static void set(F& f, Table t, int index) {
+    f = reinterpret_cast<F>(t[index]);
+  }
 
   void load(Table t) {
     set(CreateStatus, t, 0);
@@ -96,19 +109,19 @@ struct CustomOp {
   size_t(ORT_CALL* GetOutputTypeCount)(const CustomOp*);
   void(ORT_CALL* KernelCompute)(void*, KernelContext*);
   void(ORT_CALL* KernelDestroy)(void*);
-  Characteristic(ORT_CALL* GetInputCharacteristic)(const CustomOp*, size_t);   // 8
+  Characteristic(ORT_CALL* GetInputCharacteristic)(const CustomOp*, size_t);  // 8
   Characteristic(ORT_CALL* GetOutputCharacteristic)(const CustomOp*, size_t);
-  int(ORT_CALL* GetInputMemoryType)(const CustomOp*, size_t);                  // 13
-  int(ORT_CALL* GetVariadicInputMinArity)(const CustomOp*);                    // 14
+  int(ORT_CALL* GetInputMemoryType)(const CustomOp*, size_t);  // 13
+  int(ORT_CALL* GetVariadicInputMinArity)(const CustomOp*);    // 14
   int(ORT_CALL* GetVariadicInputHomogeneity)(const CustomOp*);
   int(ORT_CALL* GetVariadicOutputMinArity)(const CustomOp*);
   int(ORT_CALL* GetVariadicOutputHomogeneity)(const CustomOp*);
   Status*(ORT_CALL* CreateKernelV2)(const CustomOp*, Table, const KernelInfo*, void** kernel);  // 16
   Status*(ORT_CALL* KernelComputeV2)(void*, KernelContext*);
-  Status*(ORT_CALL* InferOutputShape)(const CustomOp*, ShapeContext*);         // 17
+  Status*(ORT_CALL* InferOutputShape)(const CustomOp*, ShapeContext*);  // 17
   int(ORT_CALL* GetStartVersion)(const CustomOp*);
   int(ORT_CALL* GetEndVersion)(const CustomOp*);
-  size_t(ORT_CALL* GetMayInplace)(int** inputs, int** outputs);                // 18; of the kind, not of one instance
+  size_t(ORT_CALL* GetMayInplace)(int** inputs, int** outputs);  // 18; of the kind, not of one instance
   void(ORT_CALL* ReleaseMayInplace)(int* inputs, int* outputs);
   size_t(ORT_CALL* GetAliasMap)(int** inputs, int** outputs);
   void(ORT_CALL* ReleaseAliasMap)(int* inputs, int* outputs);

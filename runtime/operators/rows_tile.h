@@ -1,34 +1,19 @@
-// Passes over a row of logits in vectors of LANES doubles. Included once an instruction set, with TARGET (the attribute of
-// its functions) and FMA(a, b, c) defined; KERNELS is what it defines.
+// Passes over a row of logits in vectors of LANES doubles. Included once an instruction set, with TARGET (the attribute
+// of its functions) and FMA(a, b, c) defined; KERNELS is what it defines.
+#define INLINE TARGET static inline __attribute__((always_inline))
+#include "exp.h"
+
 namespace specexport {
 namespace {
 typedef double V __attribute__((vector_size(LANES * 8)));
 typedef int64_t I __attribute__((vector_size(LANES * 8)));
 typedef uint64_t U __attribute__((vector_size(LANES * 8)));  // where what is not used may wrap
 typedef float F __attribute__((vector_size(LANES * 4)));
-#define INLINE TARGET static inline __attribute__((always_inline))
 
-INLINE V all(double value) { return V{} + value; }
-
-// e^x for x <= 0, within 2e-16 of it; 0 below -708.
-INLINE V exp_of(V x) {
-  const V magic = all(6755399441055744.0);  // 1.5 * 2^52: what is added to it is rounded to an integer
-  const V turned = x * all(1.4426950408889634) + magic, whole = turned - magic;
-  V rest = FMA(whole, all(-6.93147180369123816490e-01), x);  // whole * ln 2 in two parts, the first of them exact
-  rest = FMA(whole, all(-1.90821492927058770002e-10), rest);
-  constexpr double kTerms[] = {2.08767569878681e-09, 2.505210838544172e-08, 2.755731922398589e-07, 2.7557319223985893e-06,
-                               2.48015873015873e-05, 1.984126984126984e-04, 1.388888888888889e-03, 8.333333333333333e-03,
-                               4.1666666666666664e-02, 1.6666666666666666e-01, 0.5, 1.0, 1.0};
-  V sum = all(kTerms[0]);  // Taylor's series up to x^12 / 12!, for |x| <= ln 2 / 2
-  for (int i = 1; i < 13; i++) sum = FMA(sum, rest, all(kTerms[i]));
-  const U power = ((U)turned - (U)magic + 1023) << 52;
-  return (V)((I)(sum * (V)power) & (I)(x >= all(-708.0)));
-}
-
-INLINE V weights_of(const float* x, const Softmax& softmax) {
-  F some;
-  memcpy(&some, x, sizeof some);
-  return exp_of((__builtin_convertvector(some, V) - softmax.peak) * softmax.inverse) * softmax.scale;
+INLINE V masses_of(const float* x, const Softmax& softmax) {
+  F loaded;
+  memcpy(&loaded, x, sizeof loaded);
+  return exp_of<ExpDouble, U>((__builtin_convertvector(loaded, V) - softmax.peak) * softmax.inverse) * softmax.scale;
 }
 
 INLINE double total(V value) {
@@ -37,24 +22,30 @@ INLINE double total(V value) {
   return sum;
 }
 
-TARGET float top(const float* x, int64_t count) {
-  F most = F{} - __builtin_inff();
-  decltype(most == most) odd = most != most;
+TARGET float largest(const float* x, int64_t count) {
+  F peak = F{} - __builtin_inff();
+  decltype(peak == peak) nan = peak != peak;
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) {
-    F some;
-    memcpy(&some, x + i, sizeof some);
-    odd |= some != some;
-    most = some > most ? some : most;
+    F loaded;
+    memcpy(&loaded, x + i, sizeof loaded);
+    nan |= loaded != loaded;
+    peak = loaded > peak ? loaded : peak;
   }
   float found = -__builtin_inff();
-  bool is_odd = false;
-  for (int lane = 0; lane < LANES; lane++) is_odd |= odd[lane] != 0, found = most[lane] > found ? most[lane] : found;
-  for (; i < count; i++) is_odd |= x[i] != x[i], found = x[i] > found ? x[i] : found;
-  return is_odd ? __builtin_nanf("") : found;
+  bool has_nan = false;
+  for (int lane = 0; lane < LANES; lane++) {
+    has_nan |= nan[lane] != 0;
+    found = peak[lane] > found ? peak[lane] : found;
+  }
+  for (; i < count; i++) {
+    has_nan |= x[i] != x[i];
+    found = x[i] > found ? x[i] : found;
+  }
+  return has_nan ? __builtin_nanf("") : found;
 }
 
-// The last logits of a row, and -inf behind them: what has no weight.
+// The last logits of a row, and -inf behind them: what has no mass.
 struct Rest {
   float x[LANES];
   Rest(const float* from, int64_t count) {
@@ -82,10 +73,10 @@ INLINE double over(int64_t count, double* out, Mass mass, Last last) {
 }
 
 template <bool kStores>
-INLINE double weigh_as(const float* x, int64_t count, const Softmax& softmax, double* weights) {
+INLINE double sum_as(const float* x, int64_t count, const Softmax& softmax, double* masses) {
   return over<kStores>(
-      count, weights, [&](int64_t i) TARGET { return weights_of(x + i, softmax); },
-      [&](int64_t i) TARGET { return weights_of(Rest(x + i, count - i).x, softmax); });
+      count, masses, [&](int64_t i) TARGET { return masses_of(x + i, softmax); },
+      [&](int64_t i) TARGET { return masses_of(Rest(x + i, count - i).x, softmax); });
 }
 
 INLINE V above(V q, V p) {
@@ -94,22 +85,25 @@ INLINE V above(V q, V p) {
 }
 
 template <bool kStores>
-INLINE double residual_as(const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
+INLINE double residual_as(
+    const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
   return over<kStores>(
-      count, masses, [&](int64_t i) TARGET { return above(weights_of(q + i, of_q), weights_of(p + i, of_p)); },
+      count, masses, [&](int64_t i) TARGET { return above(masses_of(q + i, of_q), masses_of(p + i, of_p)); },
       [&](int64_t i) TARGET {
-        return above(weights_of(Rest(q + i, count - i).x, of_q), weights_of(Rest(p + i, count - i).x, of_p));
+        return above(masses_of(Rest(q + i, count - i).x, of_q), masses_of(Rest(p + i, count - i).x, of_p));
       });
 }
 
-TARGET double weigh(const float* x, int64_t count, const Softmax& softmax, double* weights) {
-  return weights ? weigh_as<true>(x, count, softmax, weights) : weigh_as<false>(x, count, softmax, nullptr);
+TARGET double sum(const float* x, int64_t count, const Softmax& softmax, double* masses) {
+  return masses ? sum_as<true>(x, count, softmax, masses) : sum_as<false>(x, count, softmax, nullptr);
 }
 
-TARGET double residual(const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
-  return masses ? residual_as<true>(q, of_q, p, of_p, count, masses) : residual_as<false>(q, of_q, p, of_p, count, nullptr);
+TARGET double residual(
+    const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
+  return masses ? residual_as<true>(q, of_q, p, of_p, count, masses)
+                : residual_as<false>(q, of_q, p, of_p, count, nullptr);
 }
 }  // namespace
 
-extern const RowKernels KERNELS = {top, weigh, residual};
+extern const RowKernels KERNELS = {largest, sum, residual};
 }  // namespace specexport

@@ -1,8 +1,8 @@
-// Runs every kernel of this processor over every format, or with `operators` all operators, or with `draws`, their number and a seed
-// all of them over drawn attributes, shapes and values that nothing made sense of, without ONNX Runtime: for
-// sanitizers, and for other processors by emulation. Weights are any bytes, in buffers of exactly their size; products
-// are compared with those of other kernels, bit by bit, and rows in company with the same rows alone. It also prints a
-// digest of all bits, to be compared with another processor's.
+// Runs every kernel of this processor over every format, or with `operators` all operators, or with `draws`, their
+// number and a seed all of them over drawn attributes, shapes and values that nothing made sense of, without ONNX
+// Runtime: for sanitizers, and for other processors by emulation. Weights are any bytes, in buffers of exactly their
+// size; products are compared with those of other kernels, bit by bit, and rows in company with the same rows alone. It
+// also prints a digest of all bits, to be compared with another processor's.
 #include "driver.h"
 
 #include <math.h>
@@ -10,14 +10,15 @@
 #include <string.h>
 
 #include "../../runtime/operators/cpu.h"
+#include "../../runtime/operators/rows.h"
 #include "emulated_tiles.h"
 
 using namespace specexport;
 
 namespace {
-void product(const Kernels& set, Product& p, int64_t rows) {
+void product(const LinearKernels& set, Product& p, int64_t rows) {
   p.rows = rows;
-  p.cut(set.most_of(p.layout, rows));
+  p.split(set.group_rows(p.layout, rows));
   p.packed_rows = static_cast<uint8_t*>(malloc(size_t(p.groups) * p.group_bytes() + 1));
   void* work = malloc(work_bytes(rows));
   set.pack(p, 0, p.groups);
@@ -37,12 +38,12 @@ double difference(const float* a, const float* b, int64_t count) {
 }
 
 // Whether two sets of kernels fuse multiplications and additions of float weights alike: see linear_portable.cpp.
-bool same_bits(const Format& format, const Kernels& a, const Kernels& b) {
+bool same_bits(const Format& format, const LinearKernels& a, const LinearKernels& b) {
 #if defined(__aarch64__)
   (void)format, (void)a, (void)b;
   return true;
 #else
-  const auto plain = [](const Kernels& set) { return &set == &portable_kernels || &set == &tiles_and_portable; };
+  const auto plain = [](const LinearKernels& set) { return &set == &linear_portable || &set == &tiles_and_portable; };
   return !format.is_float() || plain(a) == plain(b);
 #endif
 }
@@ -55,13 +56,13 @@ void digest_of(const float* values, int64_t count) {
 struct Set {
   const char* name;
   Isa needs;
-  const Kernels* kernels;
-  const Kernels* like;  // whose products are compared
+  const LinearKernels* kernels;
+  const LinearKernels* like;  // whose products are compared
 };
 
 bool check(const char* name, const Set& the, int64_t n, int64_t k) {
-  const Kernels& set = *the.kernels;
-  const int64_t rows = set.many && draw() % 4 ? set.many_from + draw() % 25 : 1 + draw() % 21;
+  const LinearKernels& set = *the.kernels;
+  const int64_t rows = set.unit_mr && draw() % 4 ? set.unit_from + draw() % 25 : 1 + draw() % 21;
   Product p = {};
   Format format;
   if (!find_format(name, format)) return printf("%s: no format\n", name), false;
@@ -92,84 +93,95 @@ bool check(const char* name, const Set& the, int64_t n, int64_t k) {
   free(weight), free(x), free(bias), free(plain), free(out), free(alone);
   if (error > 1e-5 || !same)
     printf("%s [%lld, %lld], %lld rows: error %g, %s bits\n", name, (long long)n, (long long)k, (long long)rows, error,
-           same ? "equal" : "other");
+        same ? "equal" : "other");
   return error <= 1e-5 && same;
 }
-// Rows with as many candidates as there may be, one more and fewer; every law sums to 1, and no memory beside is touched.
-bool cuts_are_laws() {
-  constexpr int64_t kRows = 130, kFew = 128;
-  double* numbers = static_cast<double*>(calloc(size_t(kRows), (8 + 8 + 1 + 5 + kFew) * sizeof(double)));
-  double *asks = numbers, *found = asks + 8 * kRows, *masses = found + 8 * kRows, *cut = masses + kRows, *probs = cut + 5 * kRows;
-  int64_t* kept = static_cast<int64_t*>(calloc(size_t(kRows * kFew), sizeof(int64_t)));
-  int32_t* ids = static_cast<int32_t*>(calloc(size_t(kRows * kFew), sizeof(int32_t)));
-  float* values = static_cast<float*>(calloc(size_t(kRows * kFew), sizeof(float)));
+template <class T>
+T* zeros(int64_t count) {
+  return static_cast<T*>(calloc(size_t(count), sizeof(T)));
+}
+// Rows with as many candidates as there may be, one more and fewer; every distribution sums to 1, and no memory beside
+// is touched.
+bool cuts_are_distributions() {
+  constexpr int64_t kRows = 130, kMost = 128;
+  auto* queries = zeros<RowQuery>(kRows);
+  auto* results = zeros<RowResult>(kRows);
+  auto* cuts = zeros<CutResult>(kRows);
+  double *masses = zeros<double>(kRows), *probs = zeros<double>(kRows * kMost);
+  auto* kept = zeros<int64_t>(kRows * kMost);
+  auto* ids = zeros<int32_t>(kRows * kMost);
+  auto* values = zeros<float>(kRows * kMost);
   for (int64_t row = 0; row < kRows; row++) {
-    double ask[] = {0.7, 1000, 0.999, 3, row % 3 ? -8.0 : -1e30, double(row % 5), 0, 1}, answer[] = {0, 50, 0, 0, 0, double(row)};
-    memcpy(asks + 8 * row, ask, sizeof ask), memcpy(found + 8 * row, answer, sizeof answer);
+    queries[row] = {0.7, 1000, 0.999, 3, row % 3 ? -8.0 : -1e30, double(row % 5), 0, 1};
+    results[row] = {0, 50, 0, 0, 0, double(row), 0, 0};
     masses[row] = row % 2 ? 0.9 : 1.0;
-    for (int64_t i = 0; i < kFew; i++) ids[row * kFew + i] = int32_t((i * 37 + row) % 1009), values[row * kFew + i] = -float(i * 29 % 41);
+    for (int64_t i = 0; i < kMost; i++) {
+      ids[row * kMost + i] = int32_t((i * 37 + row) % 1009);
+      values[row * kMost + i] = -float(i * 29 % 41);
+    }
   }
-  specexport_cut_rows(kRows, kFew, asks, found, masses, ids, values, cut, kept, probs);
-  bool right = cut[0] == 0 && cut[5 * (kRows - 1)] == 0;
+  specexport_cut_rows(kRows, kMost, queries, results, masses, ids, values, cuts, kept, probs);
+  bool right = cuts[0].count == 0 && cuts[kRows - 1].count == 0;
   for (int64_t row = 1; row < kRows - 1; row++) {
-    const int64_t count = int64_t(cut[5 * row]);
-    double sum = 0, left[2];
-    for (int64_t i = 0; i < count; i++) sum += probs[row * kFew + i];
+    const int64_t count = int64_t(cuts[row].count), other = int64_t(cuts[row - 1].count);
+    const int64_t at = row * kMost, before = at - kMost;
+    double sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += probs[at + i];
     right = right && count >= 1 && sum > 1 - 1e-12 && sum < 1 + 1e-12;
-    const int64_t other = row > 1 ? int64_t(cut[5 * (row - 1)]) : 0;
-    const int64_t at = row * kFew, before = at - kFew;
-    specexport_cut_surplus(count, kept + at, probs + at, other, kept + before, probs + before, 1.0, 0.5, left);
-    right = right && left[0] >= 0 && left[0] < 1 + 1e-12 && (left[1] >= 0 || left[0] == 0);
+    ResidualResult left;
+    specexport_cut_residual(count, kept + at, probs + at, other, kept + before, probs + before, 1.0, 0.5, &left);
+    right = right && left.total >= 0 && left.total < 1 + 1e-12 && (left.token >= 0 || left.total == 0);
   }
-  free(numbers), free(kept), free(ids), free(values);
+  free(queries), free(results), free(cuts), free(masses), free(probs), free(kept), free(ids), free(values);
   if (!right) printf("cuts of candidates are wrong\n");
   return right;
 }
 // Rows of every length around vectors and blocks, in memory of exactly their size, against sums of plain numbers.
-bool rows_are_laws() {
+bool rows_are_distributions() {
   bool right = true;
   constexpr int64_t widths[] = {1, 7, 511, 512, 513, 1500};
   for (int64_t width : widths) {
-    const int64_t blocks = (width + 511) / 512;
-    float* x = static_cast<float*>(malloc(size_t(width) * sizeof(float)));
-    float* y = static_cast<float*>(malloc(size_t(width) * sizeof(float)));
-    float* tops = static_cast<float*>(malloc(size_t(blocks) * sizeof(float)));
-    float* room = static_cast<float*>(malloc(size_t(blocks) * sizeof(float)));
-    double* sums = static_cast<double*>(malloc(size_t(blocks) * sizeof(double)));
-    int32_t* ids = static_cast<int32_t*>(malloc(1024 * sizeof(int32_t)));
-    float* values = static_cast<float*>(malloc(1024 * sizeof(float)));
-    double total = 0, found[8], other[8], left[2];
+    const int64_t blocks = (width + kBlockLogits - 1) / kBlockLogits;
+    float *x = zeros<float>(width), *y = zeros<float>(width), *values = zeros<float>(kMaxCandidates);
+    float *peaks = zeros<float>(blocks), *sorted = zeros<float>(blocks);
+    double* sums = zeros<double>(blocks);
+    auto* ids = zeros<int32_t>(kMaxCandidates);
     for (int64_t i = 0; i < width; i++) x[i] = -float(i * 37 % 101) / 7, y[i] = -float(i * 53 % 97) / 9;
+    double total = 0;
     for (int64_t i = 0; i < width; i++) total += exp(double(x[i]) - x[0]);
-    const double asks[][8] = {{1, 0, 0.7, 0, -INFINITY, 0, 0, 0}, {1, 0, 0.7, 0, -INFINITY, 9, 0, 1},
-                              {1, 0, 0.7, 0, -INFINITY, 0, 0.9, 1}, {1, 0, 0.7, 0, -2, 0, 0, 1}};
-    for (const auto& ask : asks) {
-      specexport_find_row(x, width, ask, found, ids, values, tops, room, sums);
-      if (ask[7] == 0) right = right && fabs(found[1] / total - 1) < 1e-12 && fabs(found[4] * total - 1) < 1e-12;
-      right = right && found[0] == x[0] && found[7] == 0 && (ask[7] == 0 || found[5] >= 1);
+    const RowQuery queries[] = {{1, 0, 0.7, 0, -INFINITY, 0, 0, 0}, {1, 0, 0.7, 0, -INFINITY, 9, 0, 1},
+        {1, 0, 0.7, 0, -INFINITY, 0, 0.9, 1}, {1, 0, 0.7, 0, -2, 0, 0, 1}};
+    RowResult found, other;
+    for (const RowQuery& query : queries) {
+      specexport_query_row(x, width, &query, &found, ids, values, peaks, sorted, sums);
+      right = right && found.peak == x[0] && found.likeliest == 0 && (query.cuts == 0 || found.candidates >= 1);
+      if (query.cuts != 0) continue;
+      right = right && fabs(found.total / total - 1) < 1e-12 && fabs(found.token_probability * total - 1) < 1e-12;
     }
-    specexport_find_row(x, width, asks[0], found, ids, values, tops, room, sums);
-    specexport_find_row(y, width, asks[0], other, ids, values, tops, room, sums);
-    const double ask[] = {1, double(width), found[0], found[1], 1, double(width), other[0], other[1], 1, -1, 0.3};
-    specexport_row_surplus(ask, x, y, sums, left);
-    right = right && left[0] >= 0 && left[0] <= 1 && left[1] < double(width);
-    free(x), free(y), free(tops), free(room), free(sums), free(ids), free(values);
+    specexport_query_row(x, width, &queries[0], &found, ids, values, peaks, sorted, sums);
+    specexport_query_row(y, width, &queries[0], &other, ids, values, peaks, sorted, sums);
+    const ResidualQuery query = {
+        1, double(width), found.peak, found.total, 1, double(width), other.peak, other.total, 1, -1, 0.3, x, y};
+    ResidualResult left;
+    specexport_row_residual(&query, sums, &left);
+    right = right && left.total >= 0 && left.total <= 1 && left.token < double(width);
+    free(x), free(y), free(peaks), free(sorted), free(sums), free(ids), free(values);
   }
-  if (!right) printf("rows are no laws\n");
+  if (!right) printf("rows are no distributions\n");
   return right;
 }
 int check_kernels() {
   const Set sets[] = {
-      {"portable", Isa::portable, &portable_kernels, &portable_kernels},
-      {"tiles_and_portable", Isa::portable, &tiles_and_portable, &portable_kernels},
+      {"portable", Isa::portable, &linear_portable, &linear_portable},
+      {"tiles_and_portable", Isa::portable, &tiles_and_portable, &linear_portable},
 #if defined(__x86_64__)
-      {"avx2", Isa::avx2, &avx2_kernels, &portable_kernels},
-      {"avxvnni", Isa::avxvnni, &avxvnni_kernels, &portable_kernels},
-      {"avx512vnni", Isa::avx512vnni, &avx512_kernels, &portable_kernels},
-      {"tiles_and_avx512", Isa::avx512vnni, &tiles_and_avx512, &avx512_kernels},
-      {"amx", Isa::amx, &amx_kernels, &avx512_kernels},
+      {"avx2", Isa::avx2, &linear_avx2, &linear_portable},
+      {"avxvnni", Isa::avxvnni, &linear_avxvnni, &linear_portable},
+      {"avx512vnni", Isa::avx512vnni, &linear_avx512, &linear_portable},
+      {"tiles_and_avx512", Isa::avx512vnni, &tiles_and_avx512, &linear_avx512},
+      {"amx", Isa::amx, &linear_amx, &linear_avx512},
 #elif defined(__aarch64__)
-      {"neon_dot", Isa::neon_dot, &neon_kernels, &portable_kernels},
+      {"neon_dot", Isa::neon_dot, &linear_neon, &linear_portable},
 #endif
   };
   const int64_t shapes[][2] = {{16, 32}, {33, 100}, {7, 1}, {20, 1100}, {32, 2048}, {17, 1300}};
@@ -183,7 +195,7 @@ int check_kernels() {
     }
   }
   printf("digest-%016llx\n", (unsigned long long)digest);
-  return failed + !cuts_are_laws() + !rows_are_laws();
+  return failed + !cuts_are_distributions() + !rows_are_distributions();
 }
 }  // namespace
 

@@ -9,16 +9,8 @@ inline float draw_float() { return float(int(draw() % 2001) - 1000) / 500.f; }
 inline void draw_weight(uint8_t* weight, size_t size) {
   for (size_t i = 0; i < size; i++) weight[i] = uint8_t(draw() % 60 + draw() % 2 * 128);  // no scale is a NaN, or large
 }
-constexpr const char* kGroupFormats[] = {"group4_64_f16",  "group4_16_f32_zero",   "group4_128_f16_zero",
-                                         "group4_32_f32_offset", "group8_128_f32", "group8_16_f16_offset",
-                                         "group8_1024_f16_zero"};
+constexpr const char* kGroupFormats[] = {"group4_64_f16", "group4_16_f32_zero", "group4_128_f16_zero",
+    "group4_32_f32_offset", "group8_128_f32", "group8_16_f16_offset", "group8_1024_f16_zero"};
 int check_operators();
 int time_kernels();
 int check_draws(int number);
-
-extern "C" void specexport_cut_rows(int64_t, int64_t, const double*, const double*, const double*, const int32_t*, const float*,
-                                    double*, int64_t*, double*);
-extern "C" void specexport_cut_surplus(int64_t, const int64_t*, const double*, int64_t, const int64_t*, const double*, double,
-                                       double, double*);
-extern "C" void specexport_find_row(const float*, int64_t, const double*, double*, int32_t*, float*, float*, float*, double*);
-extern "C" void specexport_row_surplus(const double*, const float*, const float*, double*, double*);

@@ -1,25 +1,30 @@
-// Runs the operators over drawn attributes, shapes and values: nodes that make sense, a good part of which is then changed
-// at one to three places to what stands at a border. All memory has exactly its size, so that the sanitizers see every slip.
+// Runs the operators over drawn attributes, shapes and values: nodes that make sense, a good part of which is then
+// changed at one to three places to what stands at a border. All memory has exactly its size, so that the sanitizers
+// see every slip.
 #include "driver.h"
 
 #include <math.h>
 
 #include "../../runtime/operators/formats.h"
+#include "../../runtime/operators/rows.h"
 #include "fake_ort.h"
 
 using namespace specexport;
 using namespace fake;
 
 namespace {
-constexpr int64_t kOdd[] = {0,           1,           -1,           2,          3,           15,           17,       64,
-                            255,         65535,       65536,        65537,      1ll << 20,   INT32_MAX,    1ll << 31, (1ll << 31) + 1,
-                            1ll << 32,   (1ll << 32) + 1, 1ll << 47, 1ll << 48, 1ll << 61,   (1ll << 61) + 1, 1ll << 62, (1ll << 62) + 1,
-                            INT64_MAX,   INT64_MIN,   INT64_MIN + 1, INT32_MIN, -2,          -(1ll << 32), 7,        31};
-constexpr double kReals[] = {0, 1, -1, 0.5, 1e-300, 1e300, 1e38, -1e38, 1e-45, 2e9, -1e19, 1e19, INFINITY, -INFINITY, NAN};
-constexpr const char* kTexts[] = {"", "half", "interleaved", "int4", "q6_k", "bf16", "group4_", "group4_15_f16", "group8_2048_f32",
-                                  "group4_99999999999999999999_f16", "group4_64_f16_", "x", "group4_32_f32_zero_and_what_follows_is_too_long_"};
+constexpr int64_t kOdd[] = {0, 1, -1, 2, 3, 15, 17, 64, 255, 65535, 65536, 65537, 1ll << 20, INT32_MAX, 1ll << 31,
+    (1ll << 31) + 1, 1ll << 32, (1ll << 32) + 1, 1ll << 47, 1ll << 48, 1ll << 61, (1ll << 61) + 1, 1ll << 62,
+    (1ll << 62) + 1, INT64_MAX, INT64_MIN, INT64_MIN + 1, INT32_MIN, -2, -(1ll << 32), 7, 31};
+constexpr double kReals[] = {
+    0, 1, -1, 0.5, 1e-300, 1e300, 1e38, -1e38, 1e-45, 2e9, -1e19, 1e19, INFINITY, -INFINITY, NAN};
+constexpr const char* kTexts[] = {"", "half", "interleaved", "int4", "q6_k", "bf16", "group4_", "group4_15_f16",
+    "group8_2048_f32", "group4_99999999999999999999_f16", "group4_64_f16_", "x",
+    "group4_32_f32_zero_and_what_follows_is_too_long_"};
 template <class T, size_t N>
-T any(const T (&all)[N]) { return all[draw() % N]; }
+T any(const T (&all)[N]) {
+  return all[draw() % N];
+}
 int64_t below(int64_t most) { return draw() % uint32_t(most); }
 double real() { return draw() % 3 ? draw_float() : any(kReals); }
 const char* format() {
@@ -38,7 +43,9 @@ struct Node {
   void attribute(const char* what, int64_t number) { attributes[num_attributes++] = {what, number, 0, nullptr}; }
   void attribute(const char* what, double number) { attributes[num_attributes++] = {what, 0, float(number), nullptr}; }
   void attribute(const char* what, const char* text) { attributes[num_attributes++] = {what, 0, 0, text}; }
-  void input(Value* value, bool is_optional = false) { optional[num_inputs] = is_optional, inputs[num_inputs++] = value; }
+  void input(Value* value, bool is_optional = false) {
+    optional[num_inputs] = is_optional, inputs[num_inputs++] = value;
+  }
   void none() { input(nullptr, true); }
 };
 
@@ -77,7 +84,8 @@ void layer(Node& node, bool is_table) {
 }
 
 void experts(Node& node) {
-  const int64_t count = 1 + below(4), H = 1 + below(70), I = 1 + below(50), order = below(3), rows = below(12), each = below(5);
+  const int64_t count = 1 + below(4), H = 1 + below(70), I = 1 + below(50), order = below(3), rows = below(12),
+                each = below(5);
   const char *first = format(), *last = format();
   node.name = "BlockExperts";
   node.attribute("E", count), node.attribute("H", H), node.attribute("I", I), node.attribute("interleaved", order);
@@ -110,12 +118,15 @@ void attention(Node& node) {
   node.attribute("packed", int64_t(how == 1)), node.attribute("scale", 0.25), node.attribute("softcap", below(2) * 5.0);
   node.attribute("rotary", rotary);
   node.input(filled(kFloat, tokens, heads * K + (how == 1 ? kv * (K + V) : 0)));
-  node.input(how ? nullptr : filled(kFloat, tokens, kv * K), true), node.input(how ? nullptr : filled(kFloat, tokens, kv * V), true);
+  node.input(how ? nullptr : filled(kFloat, tokens, kv * K), true),
+      node.input(how ? nullptr : filled(kFloat, tokens, kv * V), true);
   node.input(filled(type, rows, 1, kv, entries, K)), node.input(filled(type, rows, 1, kv, entries, V));
   node.input(lens), node.input(starts);
-  node.input(below(2) ? filled(kFloat, heads) : nullptr, true), node.input(below(2) ? filled(kFloat, heads) : nullptr, true);
+  node.input(below(2) ? filled(kFloat, heads) : nullptr, true),
+      node.input(below(2) ? filled(kFloat, heads) : nullptr, true);
   for (int i = 0; i < 2; i++) node.input(*rotary ? filled(kFloat, entries, rotated) : nullptr, true);
-  node.input(type == kInt8 ? filled(kFloat, kv, K) : nullptr, true), node.input(type == kInt8 ? filled(kFloat, kv, V) : nullptr, true);
+  node.input(type == kInt8 ? filled(kFloat, kv, K) : nullptr, true),
+      node.input(type == kInt8 ? filled(kFloat, kv, V) : nullptr, true);
   node.input(told ? numbers(1, tokens, 80) : nullptr, true);
   node.input(nullptr, true), node.input(nullptr, true);
   if (told) {
@@ -168,7 +179,8 @@ void spoil(Node& node) {
     default:
       if (!input || !input->rank) return;
       int64_t count = 1;
-      for (size_t i = 0; i < input->rank; i++) count = input->dims[i] && count ? input->dims[i] < 1 << 20 ? count * input->dims[i] : 0 : 0;
+      for (size_t i = 0; i < input->rank; i++)
+        count = input->dims[i] && count ? input->dims[i] < 1 << 20 ? count * input->dims[i] : 0 : 0;
       for (int i = 0; i < 3 && count > 0 && count < 1 << 20; i++) {
         const int64_t at = below(count), value = draw() % 2 ? any(kOdd) : below(12);
         if (input->type == kInt64) static_cast<int64_t*>(input->data)[at] = value;
@@ -177,36 +189,50 @@ void spoil(Node& node) {
   }
 }
 
-// Draws from rows of any values with any numbers: a token that is drawn is one of the row, and has mass where numbers are fair.
+// Draws from rows of any values with any numbers: a token that is drawn is one of the row, and has mass where numbers
+// are fair.
 bool row_is_safe() {
-  const int64_t width = below(2) ? 1 + below(40) : 500 + below(1100), blocks = (width + 511) / 512, few = 1 + below(1024);
+  const int64_t width = below(2) ? 1 + below(40) : 500 + below(1100);
+  const int64_t blocks = (width + kBlockLogits - 1) / kBlockLogits, most = 1 + below(kMaxCandidates);
   const bool is_fair = below(2);
-  float *x = filled(kFloat, width)->floats(), *y = filled(kFloat, width)->floats(), *tops = tensor(kFloat, blocks)->floats();
-  float *room = tensor(kFloat, blocks)->floats(), *values = tensor(kFloat, 1024)->floats();
-  for (int64_t i = 0; is_fair && i < width; i++) x[i] = i % 512 ? draw_float() : -1e4f, y[i] = draw_float();
+  float *x = filled(kFloat, width)->floats(), *y = filled(kFloat, width)->floats();
+  float *peaks = tensor(kFloat, blocks)->floats(), *sorted = tensor(kFloat, blocks)->floats();
+  float* values = tensor(kFloat, kMaxCandidates)->floats();
+  for (int64_t i = 0; is_fair && i < width; i++) x[i] = i % kBlockLogits ? draw_float() : -1e4f, y[i] = draw_float();
   auto* sums = static_cast<double*>(tensor(kInt64, blocks)->data);
-  auto* ids = static_cast<int32_t*>(tensor(kInt32, 1024)->data);
-  double ask[8], found[8], of_y[8], left[2], cut[5];
-  for (double& each : ask) each = real();
-  if (is_fair) ask[0] = 0.1 + double(below(10)), ask[1] = 0, ask[2] = double(below(1000)) / 1000, ask[7] = 0;
-  specexport_find_row(x, width, ask, found, ids, values, tops, room, sums);
-  bool right = found[7] < double(width) && found[2] >= 0 && found[2] < double(width) && (!is_fair || width == 1 || found[3] > 0);
-  specexport_find_row(y, width, ask, of_y, ids, values, tops, room, sums);
-  const double of[] = {ask[0], double(width), found[0], found[1], ask[0], double(below(width + 1)), of_y[0], of_y[1],
-                       is_fair ? 1 : real(), double(below(width + 1)) - 1, is_fair ? ask[2] : real()};
-  specexport_row_surplus(of, x, y, sums, left);
-  right = right && left[1] < double(width) && (!is_fair || width == 1 || left[1] < 0 || x[int64_t(left[1])] > -1e4f);
-  Value *mine = tensor(kInt32, few), *of_mine = filled(kFloat, few), *kept = tensor(kInt64, few), *probs = tensor(kInt64, few);
-  for (int64_t i = 0; i < few; i++) static_cast<int32_t*>(mine->data)[i] = int32_t(draw()), static_cast<int64_t*>(kept->data)[i] = 0;
-  found[5] = below(2) ? double(below(few + 3)) : real();
+  auto* ids = static_cast<int32_t*>(tensor(kInt32, kMaxCandidates)->data);
+  RowQuery query = {real(), real(), real(), real(), real(), real(), real(), real()};
+  if (is_fair) {
+    query.temperature = 0.1 + double(below(10));
+    query.width = query.cuts = 0;
+    query.uniform = double(below(1000)) / 1000;
+  }
+  RowResult found, of_y;
+  specexport_query_row(x, width, &query, &found, ids, values, peaks, sorted, sums);
+  bool right = found.likeliest < double(width) && found.drawn >= 0 && found.drawn < double(width) &&
+               (!is_fair || width == 1 || found.drawn_probability > 0);
+  specexport_query_row(y, width, &query, &of_y, ids, values, peaks, sorted, sums);
+  const double of_both = double(below(width + 1));
+  const ResidualQuery asked = {query.temperature, double(width), found.peak, found.total, query.temperature, of_both,
+      of_y.peak, of_y.total, is_fair ? 1 : real(), double(below(width + 1)) - 1, is_fair ? query.uniform : real(), x,
+      y};
+  ResidualResult left;
+  specexport_row_residual(&asked, sums, &left);
+  right = right && left.token < double(width) &&
+          (!is_fair || width == 1 || left.token < 0 || x[int64_t(left.token)] > -1e4f);
+  auto* candidates = static_cast<int32_t*>(tensor(kInt32, most)->data);
+  auto* kept = static_cast<int64_t*>(tensor(kInt64, most)->data);
+  auto* probs = static_cast<double*>(tensor(kInt64, most)->data);
+  for (int64_t i = 0; i < most; i++) candidates[i] = int32_t(draw()), kept[i] = 0;
+  found.candidates = below(2) ? double(below(most + 3)) : real();
   const double mass = real();
-  specexport_cut_rows(1, few, ask, found, &mass, static_cast<int32_t*>(mine->data), of_mine->floats(), cut,
-                      static_cast<int64_t*>(kept->data), static_cast<double*>(probs->data));
-  const int64_t count = cut[0] >= 0 && cut[0] <= double(few) ? int64_t(cut[0]) : -1;
-  if (count > 0)
-    specexport_cut_surplus(count, static_cast<int64_t*>(kept->data), static_cast<double*>(probs->data), below(count),
-                           static_cast<int64_t*>(kept->data), static_cast<double*>(probs->data), real(), real(), left);
-  if (!right || count < 0) printf("row of %lld: token %g of mass %g, %g of the residual, %g stay\n", (long long)width, found[2], found[3], left[1], cut[0]);
+  CutResult cut;
+  specexport_cut_rows(1, most, &query, &found, &mass, candidates, filled(kFloat, most)->floats(), &cut, kept, probs);
+  const int64_t count = cut.count >= 0 && cut.count <= double(most) ? int64_t(cut.count) : -1;
+  if (count > 0) specexport_cut_residual(count, kept, probs, below(count), kept, probs, real(), real(), &left);
+  if (!right || count < 0)
+    printf("row of %lld: token %g of mass %g, %g of the residual, %g stay\n", (long long)width, found.drawn,
+        found.drawn_probability, left.token, cut.count);
   return right && count >= 0;
 }
 }  // namespace
@@ -224,7 +250,8 @@ int check_draws(int number) {
       else layer(node, i % 8 == 5);
       for (int64_t times = draw() % 5; times > 1; times--) spoil(node);
       const bool is_bound = draw() % 4, appends = i % 8 < 4 && is_bound;
-      ran += run(node.name, node.attributes, node.inputs, appends ? node.inputs[3] : nullptr, appends ? node.inputs[4] : nullptr) != nullptr;
+      ran += run(node.name, node.attributes, node.inputs, appends ? node.inputs[3] : nullptr,
+                 appends ? node.inputs[4] : nullptr) != nullptr;
     }
     free_tensors();
   }

@@ -42,7 +42,7 @@ bool check_layer(const char* format) {
   constexpr int64_t n = 33, k = 100, rows = 19;
   Layout layout;
   Value *weight = drawn_weight(format, 1, n, k, layout), *x = drawn(rows, k), *ids = tensor(kInt64, n);
-  for (int64_t i = 0; i < rows * k; i++) x->floats()[i] = i % k % 32 ? roundf(x->floats()[i] * 60) : 127;  // int8 has it
+  for (int64_t i = 0; i < rows * k; i++) x->floats()[i] = i % k % 32 ? roundf(x->floats()[i] * 60) : 127;
   for (int64_t i = 0; i < n; i++) static_cast<int64_t*>(ids->data)[i] = i;
   const Attribute attributes[] = {{"format", 0, 0, format}, {"N", n, 0, nullptr}, {"K", k, 0, nullptr}, {}};
   Value *inputs[] = {ids, weight}, *table = run("BlockEmbedding", attributes, inputs);
@@ -63,15 +63,14 @@ bool check_experts(const char* first, const char* last, int64_t order) {
   constexpr int64_t count = 3, H = 40, I = 24, per_token = 2, rows = 37;
   const int64_t outputs = order == 2 ? I : 2 * I;
   Layout gate_up, down;
-  Value *x = drawn(rows, H), *ids = tensor(kInt64, rows, per_token), *shares = drawn(rows, per_token);
+  Value *x = drawn(rows, H), *ids = tensor(kInt64, rows, per_token), *weights = drawn(rows, per_token);
   auto* id = static_cast<int64_t*>(ids->data);
   for (int64_t i = 0; i < rows * per_token; i++) id[i] = draw() % 4 % count;
   Value *up = drawn_weight(first, count, outputs, H, gate_up), *back = drawn_weight(last, count, H, I, down);
-  const Attribute attributes[] = {
-      {"E", count, 0, nullptr},          {"H", H, 0, nullptr},     {"I", I, 0, nullptr},
-      {"gate_up_format", 0, 0, first},   {"alpha", 0, 1.5f, nullptr}, {"beta", 0, 1, nullptr},
-      {"down_format", 0, 0, last},       {"limit", 0, 3, nullptr}, {"interleaved", order, 0, nullptr}, {}};
-  Value *inputs[] = {x, ids, shares, up, nullptr, back, nullptr}, *y = run("BlockExperts", attributes, inputs);
+  const Attribute attributes[] = {{"E", count, 0, nullptr}, {"H", H, 0, nullptr}, {"I", I, 0, nullptr},
+      {"gate_up_format", 0, 0, first}, {"alpha", 0, 1.5f, nullptr}, {"beta", 0, 1, nullptr},
+      {"down_format", 0, 0, last}, {"limit", 0, 3, nullptr}, {"interleaved", order, 0, nullptr}, {}};
+  Value *inputs[] = {x, ids, weights, up, nullptr, back, nullptr}, *y = run("BlockExperts", attributes, inputs);
   auto* sums = static_cast<double*>(calloc(size_t(rows * H), sizeof(double)));
   for (int64_t expert = 0; expert < count; expert++) {
     Value weight = part(up, expert * gate_up.tiles, gate_up.tiles);
@@ -86,7 +85,7 @@ bool check_experts(const char* first, const char* last, int64_t order) {
     const float* given = linear(last, H, I, gated, &weight)->floats();
     for (int64_t pair = 0; pair < rows * per_token; pair++)
       for (int64_t i = 0; id[pair] == expert && i < H; i++)
-        sums[pair / per_token * H + i] += double(shares->floats()[pair]) * given[pair / per_token * H + i];
+        sums[pair / per_token * H + i] += double(weights->floats()[pair]) * given[pair / per_token * H + i];
   }
   double worst = 0, largest = 1e-30;
   for (int64_t i = 0; i < rows * H; i++)
@@ -94,7 +93,7 @@ bool check_experts(const char* first, const char* last, int64_t order) {
   free(sums);
   bool same = true;
   for (int64_t row = 0; row < rows; row += 6) {
-    Value alone[] = {part(x, row, 1), part(ids, row, 1), part(shares, row, 1)};
+    Value alone[] = {part(x, row, 1), part(ids, row, 1), part(weights, row, 1)};
     Value* given[] = {alone, alone + 1, alone + 2, up, nullptr, back, nullptr};
     same = same && same_bits(run("BlockExperts", attributes, given)->floats(), y->floats() + row * H, H);
   }
@@ -106,9 +105,8 @@ bool check_experts(const char* first, const char* last, int64_t order) {
 bool check_attention(bool int8, int64_t window, float softcap) {
   constexpr int64_t heads = 4, kv = 2, K = 20, V = 24, entries = 560, rows = 2, tokens = 12, held[] = {20, 530};
   const Attribute attributes[] = {{"num_heads", heads, 0, nullptr}, {"kv_num_heads", kv, 0, nullptr},
-                                  {"window", window, 0, nullptr},   {"causal", 1, 0, nullptr},
-                                  {"packed", 0, 0, nullptr},        {"scale", 0, 0.25f, nullptr},
-                                  {"softcap", 0, softcap, nullptr}, {"rotary", 0, 0, ""}, {}};
+      {"window", window, 0, nullptr}, {"causal", 1, 0, nullptr}, {"packed", 0, 0, nullptr},
+      {"scale", 0, 0.25f, nullptr}, {"softcap", 0, softcap, nullptr}, {"rotary", 0, 0, ""}, {}};
   const ElementType type = int8 ? kInt8 : kFloat;
   Value *keys = tensor(type, rows, 1, kv, entries, K), *values = tensor(type, rows, 1, kv, entries, V);
   Value *key_scale = tensor(kFloat, kv, K), *value_scale = tensor(kFloat, kv, V);
@@ -117,10 +115,8 @@ bool check_attention(bool int8, int64_t window, float softcap) {
   Value* caches[] = {keys, values};
   for (Value* cache : caches)
     for (int64_t i = 0; i < rows * kv * entries * cache->dims[4]; i++)
-      if (int8)
-        static_cast<int8_t*>(cache->data)[i] = int8_t(draw() % 255 - 127);
-      else
-        cache->floats()[i] = draw_float();
+      if (int8) static_cast<int8_t*>(cache->data)[i] = int8_t(draw() % 255 - 127);
+      else cache->floats()[i] = draw_float();
   Value *q = drawn(rows * tokens, heads * K), *k = drawn(rows * tokens, kv * K), *v = drawn(rows * tokens, kv * V);
   Value* out[4] = {};
   for (int step = 0; step < 4; step++) {  // all tokens of each row, then its first 5, then the rest; the tree
@@ -134,7 +130,7 @@ bool check_attention(bool int8, int64_t window, float softcap) {
       part_of[i] = tensor(kFloat, rows * n, width);
       for (int64_t row = 0; row < rows; row++)
         memcpy(part_of[i]->floats() + row * n * width, whole->floats() + (row * tokens + from) * width,
-               sizeof(float) * size_t(n * width));
+            sizeof(float) * size_t(n * width));
     }
     Value* inputs[16] = {part_of[0], part_of[1], part_of[2], keys, values, lens, starts};
     if (int8) inputs[11] = key_scale, inputs[12] = value_scale;
@@ -186,7 +182,10 @@ int check_operators() {
   fake::table(0);
 #ifdef __SANITIZE_THREAD__  // sessions register together, and while others run
   bool is_done = false;
-  std::thread other([&] { do enroll(); while (!__atomic_load_n(&is_done, __ATOMIC_RELAXED)); });
+  std::thread other([&] {
+    do enroll();
+    while (!__atomic_load_n(&is_done, __ATOMIC_RELAXED));
+  });
 #endif
   enroll();
   int failed = num_known != 4;

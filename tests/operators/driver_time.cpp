@@ -1,12 +1,12 @@
 // `driver time`: for each line `FORMAT ROWS near|far THREADS` that comes in, what products take with the kernels that
-// SPECEXPORT_CPU_KERNELS names. Near, a weight [256, 1024] lies in the L2 cache; far, 128 MB are read once. The answer is
-// one line: seconds (the least of some runs), MACs a cycle and thread, the share of what a plain read gets, and seconds
-// that arranging takes.
+// SPECEXPORT_CPU_KERNELS names. Near, a weight [256, 1024] lies in the L2 cache; far, 128 MB are read once. The answer
+// is one line: seconds (the least of some runs), MACs a cycle and thread, the share of what a plain read gets, and
+// seconds that packing takes.
 #include <pthread.h>
 #include <stdio.h>
 #include <time.h>
 
-#include "../../runtime/operators/linear.h"
+#include "../../runtime/operators/kernels.h"
 #include "driver.h"
 
 using namespace specexport;
@@ -49,7 +49,7 @@ struct Worker {
   Task* task;
   int id;
 };
-void work_on(Task& task, int id, void* room) {  // a share of one product
+void work_on(Task& task, int id, void* work) {  // a share of one product
   const Product& p = task.products[task.now];
   if (task.read) {
     uint64_t sum = 0, value;
@@ -62,28 +62,29 @@ void work_on(Task& task, int id, void* room) {  // a share of one product
     return;
   }
   for (int64_t i = 0; i < task.again; i++)
-    kernels().multiply(p, p.layout.tiles * id / task.threads, p.layout.tiles * (id + 1) / task.threads, 0, p.groups, room);
+    kernels().linear.multiply(
+        p, p.layout.tiles * id / task.threads, p.layout.tiles * (id + 1) / task.threads, 0, p.groups, work);
 }
 void* run(void* data) {
   const Worker& worker = *static_cast<Worker*>(data);
-  void* room = malloc(work_bytes(worker.task->rows));
+  void* work = malloc(work_bytes(worker.task->rows));
   for (;;) {
     pthread_barrier_wait(&worker.task->barrier);
     if (worker.task->stop) break;
-    work_on(*worker.task, worker.id, room);
+    work_on(*worker.task, worker.id, work);
     pthread_barrier_wait(&worker.task->barrier);
   }
-  free(room);
+  free(work);
   return nullptr;
 }
 // Each product's least time, all of them together: whoever else uses the machine seldom disturbs all of the runs.
-double least_of(Task& task, int runs, void* room) {
+double least_of(Task& task, int runs, void* work) {
   double sum = 0, least[kMostProducts];
   for (int i = 0; i < runs; i++)
     for (task.now = 0; task.now < task.count; task.now++) {
       pthread_barrier_wait(&task.barrier);
       const double start = now();
-      work_on(task, 0, room);
+      work_on(task, 0, work);
       pthread_barrier_wait(&task.barrier);
       const double took = now() - start;
       least[task.now] = i && least[task.now] < took ? least[task.now] : took;
@@ -123,14 +124,14 @@ int time_kernels() {
     auto* x = static_cast<float*>(malloc(sizeof(float) * size_t(rows * p.layout.K)));
     for (int64_t i = 0; i < rows * p.layout.K; i++) x[i] = draw_float();
     p.x = x, p.rows = rows, p.out = static_cast<float*>(malloc(sizeof(float) * size_t(rows * p.layout.N)));
-    p.cut(kernels().most_of(p.layout, rows));
+    p.split(kernels().linear.group_rows(p.layout, rows));
     p.packed_rows = static_cast<uint8_t*>(aligned_alloc(64, (size_t(p.groups) * p.group_bytes() + 127) / 64 * 64));
-    double arranging = 1e9;
+    double packing = 1e9;
     for (int i = 0; i < 15; i++) {
       const double start = now();
-      for (int n = 0; n < 10; n++) kernels().pack(p, 0, p.groups);
+      for (int n = 0; n < 10; n++) kernels().linear.pack(p, 0, p.groups);
       const double took = (now() - start) / 10;
-      arranging = took < arranging ? took : arranging;
+      packing = took < packing ? took : packing;
     }
     auto* products = static_cast<Product*>(malloc(sizeof(Product) * size_t(task.count)));
     for (int64_t i = 0; i < task.count; i++) products[i] = p, products[i].weight = weight + size * size_t(i);
@@ -139,17 +140,17 @@ int time_kernels() {
     pthread_t ids[kMostThreads];
     Worker workers[kMostThreads];
     for (int i = 1; i < threads; i++) workers[i] = {&task, i}, pthread_create(ids + i, nullptr, run, workers + i);
-    void* room = malloc(work_bytes(rows));
-    const double seconds = least_of(task, far ? 8 : 15, room) / double(task.again), cycle = cycle_seconds();
+    void* work = malloc(work_bytes(rows));
+    const double seconds = least_of(task, far ? 8 : 15, work) / double(task.again), cycle = cycle_seconds();
     task.read = true;
-    const double read = far ? least_of(task, 8, room) : 0;
+    const double read = far ? least_of(task, 8, work) : 0;
     task.stop = true;
     pthread_barrier_wait(&task.barrier);
     for (int i = 1; i < threads; i++) pthread_join(ids[i], nullptr);
     printf("%.9f %.2f %.3f %.9f\n", seconds, macs * double(task.count) * cycle / seconds / threads, read / seconds,
-           arranging);
+        packing);
     fflush(stdout);
-    free(room), free(products), free(p.packed_rows), free(p.out), free(x);
+    free(work), free(products), free(p.packed_rows), free(p.out), free(x);
   }
   free(weight);
   return 0;

@@ -28,6 +28,6 @@ struct EmulatedTiles {
   }
 };
 }  // namespace
-extern const Kernels tiles_and_portable, tiles_and_avx512;
+extern const LinearKernels tiles_and_portable, tiles_and_avx512;
 bool the_check_knows_right_units();
 }  // namespace specexport

@@ -40,7 +40,7 @@ inline Value* made[256];
 inline int num_made;
 inline const CustomOp* known[16];
 inline int num_known;
-inline bool may_refuse;  // a status is an answer, else a failure
+inline bool may_refuse;                  // a status is an answer, else a failure
 constexpr int64_t kMostBytes = 4 << 20;  // of a tensor
 
 inline int64_t item(ElementType type) { return type == kInt64 ? 8 : type == kFloat || type == kInt32 ? 4 : 1; }
@@ -83,44 +83,56 @@ inline Table table(uint32_t) {
   const auto set = [](int index, auto* function) { all[index] = reinterpret_cast<void*>(function); };
   set(0, +[](int code, const char* text) { return fail(code, text); });
   set(26, +[](const char*, Domain** out) -> Status* { return *out = reinterpret_cast<Domain*>(&known), nullptr; });
-  set(27, +[](Domain*, const CustomOp* op) -> Status* { return num_known < 16 ? known[num_known++] = op, nullptr : nullptr; });
+  set(
+      27, +[](Domain*, const CustomOp* op) -> Status* {
+        return num_known < 16 ? known[num_known++] = op, nullptr : nullptr;
+      });
   set(28, +[](SessionOptions*, Domain*) -> Status* { return nullptr; });
   set(51, +[](Value* value, void** out) -> Status* { return *out = value->data, nullptr; });
-  set(85, +[](const KernelInfo* info, const char* name, float* out) -> Status* {
-    return *out = find(info, name).real, nullptr;
-  });
-  set(86, +[](const KernelInfo* info, const char* name, int64_t* out) -> Status* {
-    return *out = find(info, name).number, nullptr;
-  });
-  set(87, +[](const KernelInfo* info, const char* name, char* out, size_t* size) -> Status* {
-    const char* text = find(info, name).text;
-    *size = strlen(text) + 1;
-    return out ? memcpy(out, text, *size), nullptr : nullptr;
-  });
-  set(90, +[](const KernelContext* context, size_t i, const Value** out) -> Status* {
-    return *out = context->inputs[i], nullptr;
-  });
-  set(91, +[](KernelContext* context, size_t i, const int64_t* dims, size_t rank, Value** out) -> Status* {
-    Value*& given = context->outputs[i];
-    if (!given) given = tensor_of(i ? context->inputs[3]->type : kFloat, rank, dims);
-    return *out = given, given ? nullptr : fail(0, "an output is too large");
-  });
-  set(249, +[](const KernelInfo*, size_t, int* is_constant, const Value**) -> Status* {
-    return *is_constant = 0, nullptr;
-  });
-  set(274, +[](const KernelContext*, void (*fn)(void*, size_t), size_t total, size_t, void* data) -> Status* {
+  set(
+      85, +[](const KernelInfo* info, const char* name, float* out) -> Status* {
+        return *out = find(info, name).real, nullptr;
+      });
+  set(
+      86, +[](const KernelInfo* info, const char* name, int64_t* out) -> Status* {
+        return *out = find(info, name).number, nullptr;
+      });
+  set(
+      87, +[](const KernelInfo* info, const char* name, char* out, size_t* size) -> Status* {
+        const char* text = find(info, name).text;
+        *size = strlen(text) + 1;
+        return out ? memcpy(out, text, *size), nullptr : nullptr;
+      });
+  set(
+      90, +[](const KernelContext* context, size_t i, const Value** out) -> Status* {
+        return *out = context->inputs[i], nullptr;
+      });
+  set(
+      91, +[](KernelContext* context, size_t i, const int64_t* dims, size_t rank, Value** out) -> Status* {
+        Value*& given = context->outputs[i];
+        if (!given) given = tensor_of(i ? context->inputs[3]->type : kFloat, rank, dims);
+        return *out = given, given ? nullptr : fail(0, "an output is too large");
+      });
+  set(
+      249,
+      +[](const KernelInfo*, size_t, int* is_constant, const Value**) -> Status* { return *is_constant = 0, nullptr; });
+  set(
+      274, +[](const KernelContext*, void (*fn)(void*, size_t), size_t total, size_t, void* data) -> Status* {
 #ifdef __SANITIZE_THREAD__
-    std::thread other([=] { for (size_t i = 1; i < total; i += 2) fn(data, i); });
-    for (size_t i = 0; i < total; i += 2) fn(data, i);
-    other.join();
+        std::thread other([=] {
+          for (size_t i = 1; i < total; i += 2) fn(data, i);
+        });
+        for (size_t i = 0; i < total; i += 2) fn(data, i);
+        other.join();
 #else
     while (total) fn(data, --total);  // any order must do
 #endif
-    return nullptr;
-  });
-  set(414, +[](const Value* value, int* type, const int64_t** dims, size_t* rank) -> Status* {
-    return *type = value->type, *dims = value->dims, *rank = value->rank, nullptr;
-  });
+        return nullptr;
+      });
+  set(
+      414, +[](const Value* value, int* type, const int64_t** dims, size_t* rank) -> Status* {
+        return *type = value->type, *dims = value->dims, *rank = value->rank, nullptr;
+      });
   return all;
 }
 
@@ -130,7 +142,7 @@ inline void enroll() {
 }
 // Outputs of an operator: the first is returned; null if it refused, as it may.
 inline Value* run(const char* name, const Attribute* attributes, Value* const* inputs, Value* second = nullptr,
-                  Value* third = nullptr) {
+    Value* third = nullptr) {
   const CustomOp* op = nullptr;
   for (int i = 0; i < num_known; i++)
     if (!strcmp(known[i]->GetName(known[i]), name)) op = known[i];

@@ -1,7 +1,13 @@
-"""Draws of the library at borders of blocks: where sums round, no token without mass is drawn."""
+"""The library's queries of rows: their structures in both languages, and draws at borders of blocks."""
+
+import ctypes
+import re
+from pathlib import Path
 
 import numpy as np
+import pytest
 
+from specexport_runtime.executors import row_kernels
 from specexport_runtime.executors.host_rows import HostRows
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
@@ -14,6 +20,17 @@ def borders(sums: np.ndarray) -> list[float]:
     running = np.add.accumulate(sums)
     places = running[:-1] / running[-1]
     return [float(u) for u in np.concatenate([places, np.nextafter(places, 0), np.nextafter(places, 1)])]
+
+
+@pytest.mark.parametrize("name", ["RowQuery", "RowResult", "ResidualQuery", "ResidualResult"])
+def test_structures_have_the_fields_of_the_header(name: str) -> None:
+    """In this order; the header says that there are no gaps, and sizes are checked where it is compiled."""
+    header = (Path(__file__).parents[2] / "runtime" / "operators" / "rows.h").read_text()
+    (body,) = re.findall(rf"struct {name} {{(.*?)}};", re.sub(r"//.*", "", header), re.DOTALL)
+    structure = getattr(row_kernels, name)
+    assert [field for field, _ in structure._fields_] == re.findall(r"(\w+)(?=[,;])", body)
+    (size,) = re.findall(rf"sizeof\({name}\) == (\d+)", header)
+    assert int(size) == ctypes.sizeof(structure)
 
 
 def test_no_token_without_mass_is_drawn_at_a_border_of_blocks() -> None:

@@ -4,7 +4,7 @@
 
 #if defined(__x86_64__)
 namespace specexport {
-const Kernels tiles_and_avx512 = {avx512::kMr, avx512::kMrFloats, avx512::pack,
-                                  avx512::multiply_with<EmulatedTiles>, avx512::kManyRows, 16};
+const LinearKernels tiles_and_avx512 = {
+    avx512::kMr, avx512::kMrFloats, avx512::pack, avx512::multiply_with<EmulatedTiles>, avx512::kUnitRows, 16};
 }
 #endif

@@ -15,8 +15,8 @@ struct UnsignedTiles : EmulatedTiles {  // takes activations for unsigned
   }
 };
 }  // namespace portable
-const Kernels tiles_and_portable = {portable::kMr, portable::kMrFloats, portable::pack,
-                                    portable::multiply_with<EmulatedTiles>, portable::kManyRows, 16};
+const LinearKernels tiles_and_portable = {portable::kMr, portable::kMrFloats, portable::pack,
+    portable::multiply_with<EmulatedTiles>, portable::kUnitRows, 16};
 bool the_check_knows_right_units() {
   return portable::multiplies_right<EmulatedTiles>() && !portable::multiplies_right<portable::UnsignedTiles>();
 }

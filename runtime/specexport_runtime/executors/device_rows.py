@@ -5,8 +5,8 @@ still has one wait. What is asked later (a residual, more candidates, a whole ro
 and sum is float64, ids ascend: a draw is the host's but for rounding.
 """
 
+import ctypes
 import logging
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
@@ -27,14 +27,14 @@ from specexport_runtime.executors.row_kernels import (
     FOUND,
     K_INLINE,
     K_MAX,
-    ON_DEVICE,
     PARTS,
-    RESIDUAL_FORM,
     RULE_PLACES,
     UNKNOWN,
     ResidualAsk,
+    ResidualQuery,
     RowAsk,
     RowFound,
+    RowQuery,
     RowRule,
     ptx_path,
 )
@@ -45,9 +45,9 @@ Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
 _INLINE_BYTES = 8 * K_INLINE  # ids int32, and logits float32
 _FOUND_BYTES = 8 * FOUND
-_RESIDUAL = struct.Struct(RESIDUAL_FORM)
+_RESIDUAL_BYTES = ctypes.sizeof(ResidualQuery)
 _SHARE = 64  # candidates that are more than this part of the ids cost as much as the row
-_UNIFORM, _TOKEN = ON_DEVICE.index("uniform"), ON_DEVICE.index("token")
+_UNIFORM, _TOKEN = RowQuery.uniform.offset // 8, RowQuery.token.offset // 8
 AS_FOUND = partial(tuple.__new__, RowFound)
 LEAST_ROWS = 64
 """Rows of a step for which there is memory at the least."""
@@ -283,11 +283,12 @@ class RowSampler(RowSource):
     def residuals(self, asks: Sequence[ResidualAsk]) -> list[tuple[float, int]]:
         """See ``RowSource.residuals``."""
         count = len(asks)
+        queries = (ResidualQuery * count).from_buffer(self._residual_asks.data)
         for i, ask in enumerate(asks):
-            _RESIDUAL.pack_into(self._residual_asks.data, i * _RESIDUAL.size, *ask)
+            queries[i] = ResidualQuery(*ask)
         asked, found = self._at_residual_asks, self._at_residual
-        self._driver.copy_in(asked, int(self._residual_asks.ctypes.data), _RESIDUAL.size * count)
-        at = (asked, asked + 8 * ResidualAsk._fields.index("target"), self._at_sums)
+        self._driver.copy_in(asked, int(self._residual_asks.ctypes.data), _RESIDUAL_BYTES * count)
+        at = (asked, asked + ResidualQuery.target.offset, self._at_sums)
         self._launch("weigh_surplus", (count, self._blocks), *at, self._blocks)
         self._launch("draw_surplus", (count, 1), *at, found, self._blocks)
         self._driver.copy_out(int(self._residual.ctypes.data), found, 16 * count)
@@ -314,9 +315,9 @@ class RowSampler(RowSource):
         (
             self._at_tops, self._at_sums, self._at_bins, self._at_candidates, self._at_residual_asks, self._at_residual,
         ) = self._take_memory(
-            4 * rows * blocks, 8 * rows * blocks, 8 * rows * BINS, 8 * K_MAX * rows, _RESIDUAL.size * rows, 16 * rows
+            4 * rows * blocks, 8 * rows * blocks, 8 * rows * BINS, 8 * K_MAX * rows, _RESIDUAL_BYTES * rows, 16 * rows
         )  # fmt: skip
-        sizes = (8 * K_MAX, _RESIDUAL.size * rows, 16 * rows)
+        sizes = (8 * K_MAX, _RESIDUAL_BYTES * rows, 16 * rows)
         self._candidates, self._residual_asks, self._residual = map(self._pin, sizes)
         self._max_rows = rows
 

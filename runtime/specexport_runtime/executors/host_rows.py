@@ -19,10 +19,13 @@ from specexport_runtime.executors.row_kernels import (
     BLOCK,
     FOUND,
     MOST_CUT,
-    RESIDUAL_ASK,
     UNKNOWN,
     ResidualAsk,
+    ResidualQuery,
+    ResidualResult,
     RowAsk,
+    RowQuery,
+    RowResult,
 )
 
 _TOO_MANY = 2.0**31
@@ -74,8 +77,10 @@ class HostRows(RowSource):
         self._lane = Lane(0, 0, np.zeros((1, ASK)), np.zeros(FOUND + MOST_CUT))
         self._memory = [np.zeros(blocks, kind) for kind in (np.float32, np.float32, np.float64)]  # of the library
         self._scratch = [_address(each) for each in self._memory]
-        inline = self._lane.host_found + 8 * FOUND
-        self._found = (self._lane.host_asks, self._lane.host_found, inline, inline + 4 * MOST_CUT, *self._scratch)
+        self._query = RowQuery.from_buffer(self._lane.asks.data)
+        self._inline = self._lane.host_found + 8 * FOUND
+        result = RowResult.from_buffer(self._lane.found.data)
+        self._found = (self._query, result, self._inline, self._inline + 4 * MOST_CUT, *self._scratch)
         self._logits: Float32Array = np.zeros((0, width), np.float32)
         self._at_logits, self._pitch = 0, 0
         self._kept: list[Float32Array] = []  # of ``num_slots`` rows each
@@ -114,7 +119,7 @@ class HostRows(RowSource):
             return DeviceRow(self, place, ask, UNKNOWN, NO_TOKEN, address, self.generation)
         if lane.rules != (rule,):
             lane.set_rules((rule,))
-        lane.set_params(1, ask.uniform, ask.token)
+        self._query.uniform, self._query.token = ask.uniform, ask.token
         self._find(address, self.width if head is None else len(head.ids), *self._found)
         found = AS_FOUND(lane.found[:FOUND].tolist())
         if head is not None and found.likeliest >= 0:
@@ -126,8 +131,7 @@ class HostRows(RowSource):
         token, found = int(found.likeliest), found if rule.temperature else UNKNOWN
         made = DeviceRow(self, place, ask, found, token, address, self.generation)
         if rule.cuts and found.candidates <= MOST_CUT:
-            inline = self._found[2]
-            made.cuts = RowCuts(1, MOST_CUT, lane.host_asks, lane.host_found, lane.host_kept_masses, inline)
+            made.cuts = RowCuts(1, MOST_CUT, lane.host_asks, lane.host_found, lane.host_kept_masses, self._inline)
             made.cut_at = 0
         return made
 
@@ -162,11 +166,10 @@ class HostRows(RowSource):
 
     def residuals(self, asks: Sequence[ResidualAsk]) -> list[tuple[float, int]]:
         """Sum and token of each."""
-        made, out, numbers = [], (ctypes.c_double * 2)(), (ctypes.c_double * RESIDUAL_ASK)()
+        made, result = [], ResidualResult()
         for ask in asks:
-            numbers[: RESIDUAL_ASK - 2] = list(ask[:-2])
-            self._residual(numbers, ask.target, ask.draft, self._scratch[-1], out)
-            made.append((out[0], int(out[1])))
+            self._residual(ResidualQuery(*ask), self._scratch[-1], result)
+            made.append((result.total, int(result.token)))
         return made
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.executors.operators import function
+from specexport_runtime.executors.row_kernels import ResidualQuery, ResidualResult, RowQuery, RowResult
 
 _NUMBERS = 5  # float64 of a row
 
@@ -25,11 +26,12 @@ class RowLibrary(NamedTuple):
 def library() -> RowLibrary:
     """The functions; SpecexportError without the library, see ``operators.kernels``."""
     size, at, number = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+    result = ctypes.POINTER(ResidualResult)
     return RowLibrary(
         function("specexport_cut_rows", [size, size, *[at] * 8]),
-        function("specexport_cut_surplus", [size, at, at, size, at, at, number, number, at]),
-        function("specexport_find_row", [at, size, *[at] * 7]),
-        function("specexport_row_surplus", [at] * 5),
+        function("specexport_cut_residual", [size, at, at, size, at, at, number, number, result]),
+        function("specexport_query_row", [at, size, ctypes.POINTER(RowQuery), ctypes.POINTER(RowResult), *[at] * 5]),
+        function("specexport_row_residual", [ctypes.POINTER(ResidualQuery), at, result]),
     )
 
 
@@ -70,6 +72,6 @@ def cut_residual(
     target: tuple[int, int, int], draft: tuple[int, int, int], weight: float, uniform: float
 ) -> tuple[float, int]:
     """Sum of max(0, ``weight`` q - p), and the token at a uniform of it; rows as ``RowCuts.memory`` gives them."""
-    out = (ctypes.c_double * 2)()
-    library().cut_residual(*target, *draft, weight, uniform, out)
-    return out[0], int(out[1])
+    result = ResidualResult()
+    library().cut_residual(*target, *draft, weight, uniform, result)
+    return result.total, int(result.token)

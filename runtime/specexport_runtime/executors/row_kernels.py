@@ -4,6 +4,7 @@ The PTX is of ``specexport.kernels.sampling``, written by ``python -m specexport
 compiles it for the GPU at hand.
 """
 
+import ctypes
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ PER_BIN = 0.5
 K_INLINE = 128
 """Candidates of a cut that come along with a step."""
 MOST_CUT = 1024
-"""Candidates of a row that the library of operators can cut (``kMostCut`` in ``rows.cpp``)."""
+"""Candidates of a row that the library of operators can cut (``kMaxCandidates`` in ``rows.h``)."""
 K_MAX = 4096
 """Candidates that are kept on the device; of more, the whole row is fetched."""
 
@@ -54,6 +55,14 @@ def whole_row(width: int) -> RowAsk:
 NOTHING = RowAsk(RowRule())
 ON_DEVICE = ("temperature", "width", "uniform", "token", "least", "top_k", "top_p", "cuts")
 """What the device is told of each row, float64."""
+
+
+class RowQuery(ctypes.Structure):
+    """``ON_DEVICE`` of one row, as ``rows.h`` declares it."""
+
+    _fields_ = [(name, ctypes.c_double) for name in ON_DEVICE]
+
+
 ASK = len(ON_DEVICE)
 RULE_PLACES = [ON_DEVICE.index(name) for name in RowRule._fields if name in ON_DEVICE]
 """Where a rule's numbers, in its own order, stand among them."""
@@ -82,6 +91,12 @@ UNKNOWN = RowFound(*[math.nan] * 8)
 FOUND = len(RowFound._fields)
 
 
+class RowResult(ctypes.Structure):
+    """``RowFound`` as ``rows.h`` declares it."""
+
+    _fields_ = [(name, ctypes.c_double) for name in RowFound._fields]
+
+
 class ResidualAsk(NamedTuple):
     """What is asked of two rows: the sum of max(0, w q - p) and the token at a uniform of it; float64, int64."""
 
@@ -100,8 +115,21 @@ class ResidualAsk(NamedTuple):
     draft: int  # address of p's
 
 
+class ResidualQuery(ctypes.Structure):
+    """``ResidualAsk`` as ``rows.h`` declares it, and as the device reads it."""
+
+    _fields_ = [
+        (name, ctypes.c_int64 if name in ("target", "draft") else ctypes.c_double) for name in ResidualAsk._fields
+    ]
+
+
+class ResidualResult(ctypes.Structure):
+    """The sum of a residual, and the token at the uniform; -1 without any mass."""
+
+    _fields_ = [("total", ctypes.c_double), ("token", ctypes.c_double)]
+
+
 RESIDUAL_ASK = len(ResidualAsk._fields)
-RESIDUAL_FORM = "11d2q"
 
 CONSTANTS: dict[str, int | float] = {
     "ASK": ASK, "FOUND": FOUND, "BINS": BINS, "PER_BIN": PER_BIN, "BLOCK": BLOCK, "PARTS": PARTS, "K_INLINE": K_INLINE,
