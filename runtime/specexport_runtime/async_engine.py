@@ -35,7 +35,7 @@ P = ParamSpec("P")
 Lane = Literal["long", "brief", "forms"]
 """Threads beside the event loop: of long pieces, of those that take milliseconds, and of what compiles forms."""
 
-MOST_AT_A_TIME = 32
+MAX_AT_A_TIME = 32
 _LONG_PROMPT = 2000  # characters; longer texts are tokenized on another thread
 _VERY_LONG = 2**15  # characters; those above do not wait for the thread that these keep
 
@@ -96,7 +96,7 @@ class AsyncRequest:
         return self._iterate(deque.popleft)
 
     def batches(self) -> "ChunkIterator[list[StreamChunk]]":
-        """Chunks as they come, up to ``MOST_AT_A_TIME`` of them at a time; otherwise as iterating over the request."""
+        """Chunks as they come, up to ``MAX_AT_A_TIME`` of them at a time; otherwise as iterating over the request."""
         return self._iterate(_take_some)
 
     def _iterate(self, take: "Callable[[deque[StreamChunk]], T]") -> "ChunkIterator[T]":
@@ -230,7 +230,7 @@ def _owner_of(options: RequestOptions) -> str:
 
 
 def _take_some(chunks: "deque[StreamChunk]") -> list[StreamChunk]:
-    return [chunks.popleft() for _ in range(min(len(chunks), MOST_AT_A_TIME))]
+    return [chunks.popleft() for _ in range(min(len(chunks), MAX_AT_A_TIME))]
 
 
 class _Load(Protocol[P]):

@@ -30,7 +30,7 @@ from specexport_runtime.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from specexport_runtime.engine import SpecEngine
 
-MOST_TEXTS = 32
+MAX_TEXTS = 32
 """More prompts tell little more, and each choice decodes all of them."""
 _DRAFTED, _MOST_LOOKAHEAD = 4, 8  # draft tokens that are tested a round, and the longest K that is weighed
 _TAKEN = (
@@ -84,7 +84,7 @@ def search_layers(
     from specexport_runtime.engine import SpecEngine
 
     start, build_key = time.perf_counter(), load_manifest(bundle).build_key
-    prompts = prompts[:: -(-len(prompts) // MOST_TEXTS)]
+    prompts = prompts[:: -(-len(prompts) // MAX_TEXTS)]
     with closing(
         SpecEngine.load(bundle, engine_options, max_num_seqs=len(prompts), enable_prefix_caching=False)
     ) as engine:

@@ -82,10 +82,10 @@ def text_perplexity(
         if tokenizer.encode(text).ids[: len(ids)] != ids.tolist():
             return None
         losses += [-float(log_softmax(row)[token]) for row, token in zip(logits, ids[1:], strict=False)]
-    return math.exp(min(float(np.mean(losses)), _MOST_NATS))
+    return math.exp(min(float(np.mean(losses)), _MAX_NATS))
 
 
-_MOST_NATS = 500.0  # no model is that sure, and all that is said of more is that it is chance
+_MAX_NATS = 500.0  # no model is that sure, and all that is said of more is that it is chance
 
 
 def _any_tokens(vocab_size: int, lengths: Sequence[int]) -> list[Int64Array]:

@@ -43,7 +43,7 @@ FEW_TOKENS, NUM_TOKENS = 12, 32
 """Tokens that the target writes behind each of the first prompts, and behind each where these leave a doubt."""
 PROMPT_LEN = 96
 _CAPACITY = PROMPT_LEN + NUM_TOKENS
-_MOST_WORK, LEAST_PROMPTS = 6e12, 6
+_MAX_WORK, MIN_PROMPTS = 6e12, 6
 """Operations of the target, a minute on two old cores: a larger target gets fewer prompts, or writes nothing. The first
 ones are so many."""
 _CHUNK, _HELD_OUT, _BEGINNING = 1000, 4, 200  # characters; every fourth chunk of a person's texts; what is a prompt
@@ -60,7 +60,7 @@ def held_out(texts: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Texts to count tokens on, and prompts that are not among them; no prompts where texts are too few."""
     chunks = [text[at : at + _CHUNK] for text in texts for at in range(0, len(text), _CHUNK)]
     held = chunks[::_HELD_OUT]
-    if len(held) < LEAST_PROMPTS:
+    if len(held) < MIN_PROMPTS:
         return tuple(texts), ()
     prompts = [chunk[:_BEGINNING] for chunk in held[:: -(-len(held) // len(PROMPTS))]]
     first_ones = prompts[::2] + prompts[1::2]  # from all over the texts
@@ -83,12 +83,12 @@ def write_texts(
         if template is not None:
             text = render_chat(template, [{"role": "user", "content": prompt}], target.special_tokens)
         rows.append(tokenizer.encode(text, add_special_tokens=template is None).ids[-PROMPT_LEN:])
-    most = _MOST_WORK / (2 * target.entry.parameters.step)
+    most = _MAX_WORK / (2 * target.entry.parameters.step)
     fitting = np.cumsum([len(ids) + NUM_TOKENS for ids in rows]) <= most
     rows = [ids for ids, fits in zip(rows, fitting, strict=True) if fits and ids]
-    if len(rows) < LEAST_PROMPTS:
+    if len(rows) < MIN_PROMPTS:
         raise SpecexportError("the target is too large to write texts for it.")
-    rows, count = (rows[:LEAST_PROMPTS], FEW_TOKENS) if few else (rows, NUM_TOKENS)
+    rows, count = (rows[:MIN_PROMPTS], FEW_TOKENS) if few else (rows, NUM_TOKENS)
     with closing(open_new_engine(folder, target.entry, num_rows=len(rows), kv_capacity=_CAPACITY)) as executor:
         written = _write(ModelRunner(executor), rows, count)
     texts = []

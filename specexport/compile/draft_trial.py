@@ -27,7 +27,7 @@ from specexport_runtime.bundle.token_map import TokenMap
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Int32Array
 
-LEAST_BYTES = 32 << 20
+MIN_BYTES = 32 << 20
 """Of a draft's checkpoint: a step of a smaller one is mostly what its layers cost whatever they hold."""
 HEAD_SIZES = (65536, 32768, 16384, 8192)
 """LM heads that are tried, where the vocabulary has twice as many tokens."""

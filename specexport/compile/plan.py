@@ -17,7 +17,7 @@ from specexport.compile.draft_cuts import (
     hash_texts,
     read_counting_texts,
 )
-from specexport.compile.draft_trial import LEAST_BYTES, DraftTrial
+from specexport.compile.draft_trial import MIN_BYTES, DraftTrial
 from specexport.compile.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, HEAD_ROOT, hash_sources, hash_values, tool_versions
 from specexport.compile.lora import find_adapters
 from specexport.compile.model import Reductions, is_measured, require_export_stack
@@ -120,7 +120,7 @@ def _reductions(
     """What a draft of so many bytes is cut down by, and why no forms of it are tried if they were to be."""
     size, layers, own_texts = recipe.draft_vocab_size, recipe.draft_layers, recipe.draft_vocab_texts is not None
     quantizes, cuts, untried = recipe.draft_quantize == AUTO, size == AUTO, None
-    if (quantizes or cuts) and weight_bytes < LEAST_BYTES:
+    if (quantizes or cuts) and weight_bytes < MIN_BYTES:
         untried = f"its weights take {weight_bytes / 1e6:.1f} MB, and a step is as fast in any form."
         quantizes = cuts = False
     reads = own_texts or isinstance(size, int) or layers is not None or quantizes or cuts

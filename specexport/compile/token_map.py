@@ -22,9 +22,9 @@ from specexport_runtime.requests.token_bytes import BYTE_TOKEN
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-LEAST_SHARE = 0.4
+MIN_SHARE = 0.4
 """Of a text's tokens in the target's vocabulary that a draft must be able to say: no more can be accepted."""
-MOST_PIECES = 16
+MAX_PIECES = 16
 """A token that takes more is spelled by its last pieces: long runs of spaces, special tokens."""
 
 
@@ -134,10 +134,10 @@ def _compare(target: Side, draft: Side) -> tuple[_Vocabulary, _Vocabulary, Int32
         of_target=len(shared) / max(len(theirs.names), 1),
         of_text=_share_of_text(theirs.tokenizer, shared),
     )
-    if entry.of_text < LEAST_SHARE or not len(shared):
+    if entry.of_text < MIN_SHARE or not len(shared):
         raise VocabularyMismatchError(
             f"target and draft have different vocabularies that share too little: {describe_share(entry)}; "
-            f"{LEAST_SHARE:.0%} of text is the least.",
+            f"{MIN_SHARE:.0%} of text is the least.",
             "use a draft whose tokenizer is more like the target's, best of the same model family.",
         )
     return theirs, own, target_ids, entry
@@ -184,7 +184,7 @@ def _spellings(theirs: _Vocabulary, own: _Vocabulary, target_ids: Int32Array) ->
     spelled: list[list[int]] = [[shared.get(token, stand_in)] for token in range(theirs.size)]
     for token in theirs.names:
         if token not in shared and theirs.bytes[token]:
-            spelled[token] = own.spell(theirs.bytes[token])[-MOST_PIECES:] or [stand_in]
+            spelled[token] = own.spell(theirs.bytes[token])[-MAX_PIECES:] or [stand_in]
     for token in theirs.lead:
         if token not in shared:
             spelled[token] = own.lead or [stand_in]

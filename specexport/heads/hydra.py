@@ -41,7 +41,7 @@ EMBEDDING, PREFIX = "input_embed_fn.weight", "prefix_embeding_layer."
 UNREAD = re.compile(r"input_embed_fn\.weight|prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.\w+)")
 """The target's embedding, which is stored along, and tables that follow from the configuration."""
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
-_MOST_BLOCKS = 64
+_MAX_BLOCKS = 64
 _ARCHITECTURES = {"mlp": False, "prefix-mlp": True}
 """``hydra_head_arch``, and whether it has a prefix layer."""
 _OTHERS = "give Hydra heads of the architecture 'mlp' or 'prefix-mlp', or another kind of head."
@@ -208,10 +208,10 @@ def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
     told = read_size(files, files.values, "hydra_num_heads", 1, least=0)
     num_heads = max(told, *(int(match[1]) + 1 for match in found), 0)
     num_blocks = read_size(files, files.values, "hydra_num_layers", counted // _stride(files) + 1, least=0) - 1
-    if not 1 <= num_heads <= MAX_LOOKAHEAD or not 0 <= num_blocks <= _MOST_BLOCKS:
+    if not 1 <= num_heads <= MAX_LOOKAHEAD or not 0 <= num_blocks <= _MAX_BLOCKS:
         raise CheckpointError(
             f"{files.name} has {num_heads} Hydra heads of {num_blocks + 1} blocks; 1 to {MAX_LOOKAHEAD} of 1 to "
-            f"{_MOST_BLOCKS + 1} can be read.",
+            f"{_MAX_BLOCKS + 1} can be read.",
             "give the folder that holds their weights and their configuration.",
         )
     stored = files.shapes.get(_lm_head_name(files, 0, "weight"), ())

@@ -37,7 +37,7 @@ from specexport_runtime.errors import CheckpointError
 TOKEN_MAP, ONE_LM_HEAD = "token_map", "lm_head.weight"
 _NUMBERED = re.compile(r"(\d+)\.(\d+)\.(linear\.)?weight")
 _NAMED = re.compile(r"(?:blocks\.(\d+)\.layers\.(\d+)|lm_heads\.(\d+))\.weight")
-_MOST_BLOCKS = 64
+_MAX_BLOCKS = 64
 
 
 class MedusaShape(NamedTuple):
@@ -167,10 +167,10 @@ def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
     found_heads, found_blocks = _count(files, numbered)
     num_heads = max(found_heads, _number(files, ("medusa_num_heads", "num_heads"), found_heads))
     num_blocks = _number(files, ("medusa_num_layers", *(() if numbered else ("num_hidden_layers",))), found_blocks)
-    if not 1 <= num_heads <= MAX_LOOKAHEAD or num_blocks > _MOST_BLOCKS:
+    if not 1 <= num_heads <= MAX_LOOKAHEAD or num_blocks > _MAX_BLOCKS:
         raise CheckpointError(
             f"{files.name} has {num_heads} Medusa heads of {num_blocks} blocks; 1 to {MAX_LOOKAHEAD} of at most "
-            f"{_MOST_BLOCKS} can be read.",
+            f"{_MAX_BLOCKS} can be read.",
             "give the folder that holds their weights and their configuration.",
         )
     shape = MedusaShape(

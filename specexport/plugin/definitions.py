@@ -20,7 +20,7 @@ from specexport.kernels.tuning import TileConfig, attention_tiles
 from specexport.plugin.naming import NAMESPACE, graph_shape, plugin_spec
 from specexport_runtime.errors import CheckFailedError, IncompatibleError
 
-MOST_SHARED_BYTES = 48 * 1024
+MAX_SHARED_BYTES = 48 * 1024
 """Shared memory that every launcher gives a kernel. Whether TensorRT opts in to more is not documented."""
 
 _QUERIES = (16, 32, 64, 128)  # a tile holds tokens times the query heads that share a KV head
@@ -55,7 +55,7 @@ class PluginKernels:
 
 
 def tile_options(spec: KernelSpec, sm: int) -> dict[int, TileConfig]:
-    """Tile sizes by tactic number, all within ``MOST_SHARED_BYTES``; UserInputError for an unknown ``sm``."""
+    """Tile sizes by tactic number, all within ``MAX_SHARED_BYTES``; UserInputError for an unknown ``sm``."""
     if spec.kernel != "ragged_attention":
         return {DEFAULT_TACTIC: spec.tiles(sm, small=True)}
     size = max(spec.head_size, spec.v_head_size)
@@ -104,8 +104,8 @@ def register_plugins(names: Iterable[str], sm: str | int) -> None:
 
 def _check_shared_memory(name: str, kernels: PluginKernels) -> None:
     most = max(kernel.shared_bytes for kernel in kernels.by_tactic.values())
-    if most > MOST_SHARED_BYTES:
-        raise CheckFailedError(f"plugin {name} needs {most} bytes of shared memory, a launch has {MOST_SHARED_BYTES}.")
+    if most > MAX_SHARED_BYTES:
+        raise CheckFailedError(f"plugin {name} needs {most} bytes of shared memory, a launch has {MAX_SHARED_BYTES}.")
 
 
 def _define(trt: Any, trtp: Any, name: str) -> None:

@@ -30,7 +30,7 @@ from specexport_runtime.packing.batch import RowWork
 LONGEST_SEQUENCE = 600
 """Most tokens of a sequence of :func:`make_sequences`."""
 
-_LEAST_TOKENS = 3  # of a sequence: one before, and two that are neighbours
+_MIN_TOKENS = 3  # of a sequence: one before, and two that are neighbours
 _MAX_RAGGED_STEPS = 12
 _NUM_ROWS = 4
 _REFERENCE_BYTES = 256 * 2**20
@@ -54,7 +54,7 @@ def make_sequences(
     long = max(short, min(LONGEST_SEQUENCE, max_model_len, budget - (num_rows - 1) * short))
     sequences = []
     for row in range(num_rows):
-        length = long if row == 0 else max(_LEAST_TOKENS, short - 3 * row)
+        length = long if row == 0 else max(_MIN_TOKENS, short - 3 * row)
         own = random if row == 1 else [pool[(17 * row + i) % len(pool)] for i in range(length)]
         sequences.append(own[:length])
     return sequences
@@ -130,9 +130,9 @@ def check_neighbours(
     tolerance: float = 0.0,  # see ``tolerance.step_tolerance``
 ) -> OutputResult:
     """Step the end of ``sequences[0]`` alone and in company, and compare the logits; the engine must be idle."""
-    if not sequences or min(map(len, sequences)) < _LEAST_TOKENS:
+    if not sequences or min(map(len, sequences)) < _MIN_TOKENS:
         raise InvalidRequestError(
-            f"the neighbours part needs sequences of {_LEAST_TOKENS} tokens or more.", "give longer prompts."
+            f"the neighbours part needs sequences of {_MIN_TOKENS} tokens or more.", "give longer prompts."
         )
     subject, company = sequences[0], sequences[1 : min(_NUM_ROWS, executor.num_rows)]
     past = min(_MAX_PAST, max(len(subject) // 2, len(subject) - _MAX_NEIGHBOURS))

@@ -99,7 +99,7 @@ def test_what_the_target_writes_and_who_guesses_it(tiny_bundle: Path) -> None:
 
 @pytest.fixture
 def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    monkeypatch.setattr(plan, "LEAST_BYTES", 0)
+    monkeypatch.setattr(plan, "MIN_BYTES", 0)
     monkeypatch.setattr(draft_trial, "HEAD_SIZES", (150, 40))
     monkeypatch.setattr(draft_trial, "MARGIN", -1.0)  # other weights are tried however little they promise
     return monkeypatch
@@ -304,8 +304,8 @@ def test_a_draft_that_cannot_be_tried_is_what_it_was(work, least, why, tiny_pair
     def guess(*_: Any) -> Any:
         raise SpecexportError("the draft breaks.")
 
-    trying.setattr(plan, "LEAST_BYTES", least)
-    trying.setattr(draft_guesses, "_MOST_WORK", work)
+    trying.setattr(plan, "MIN_BYTES", least)
+    trying.setattr(draft_guesses, "_MAX_WORK", work)
     trying.setattr(draft_trial, "guess_texts", guess)
     draft = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b"), use_cache=False))
     assert (draft.quantize, _cut(draft)) == (None, None)

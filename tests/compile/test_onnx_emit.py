@@ -16,6 +16,7 @@ MAY_MAKE_NODES = {("onnx_emit.py", "ir.node"), ("lowering/recurrence.py", "parse
 """Nodes of a graph, and bodies of model-local functions."""
 LOADED_FOR_ONNX_IR = (
     "passes",
+    "compile/check_parts.py",
     "trace/export.py",
     "trace/unroll.py",
     "debug/graph.py",

@@ -15,7 +15,7 @@ from specexport.compile import draft_trial, plan
 from specexport.compile import token_map as module
 from specexport.compile.pipeline import build_bundle
 from specexport.compile.plan import make_plan
-from specexport.compile.token_map import MOST_PIECES, Side, check_shared, find_shared
+from specexport.compile.token_map import MAX_PIECES, Side, check_shared, find_shared
 from specexport.compile.vocabulary import check_vocabularies, draftable_size
 from specexport.recipe import BuildRecipe
 from specexport.verify.options import VerifyOptions
@@ -131,7 +131,7 @@ def test_every_token_is_spelled_in_its_bytes(shared: Any) -> None:
     each = [shared.tokens.spell([token])[0] for token in text]
     assert shared.tokens.spell(text) == ([piece for pieces in each for piece in pieces], [*map(len, each)])
     assert shared.tokens.spell([]) == ([], [])
-    assert shared.tokens.most <= MOST_PIECES
+    assert shared.tokens.most <= MAX_PIECES
 
 
 def test_vocabularies_that_share_too_little_or_cannot_be_compared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_vocabularies_that_share_too_little_or_cannot_be_compared_are_refused(mo
     with pytest.raises(VocabularyMismatchError, match=r"4 tokens, 50\.0% of the draft's and 1\.2% of") as found:
         check_shared(target, poor)
     assert found.value.hint
-    monkeypatch.setattr(module, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(module, "MIN_SHARE", 0.0)
     check_shared(target, poor)
 
 
@@ -307,7 +307,7 @@ def test_a_quantized_draft_is_scored_on_texts_in_its_own_tokens(pair: Path, tmp_
 
 
 def test_a_draft_whose_form_is_tried_reads_texts_in_its_own_tokens(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "LEAST_BYTES", 0)
+    monkeypatch.setattr(plan, "MIN_BYTES", 0)
     monkeypatch.setattr(draft_trial, "HEAD_SIZES", (100,))
     result = build_bundle(_recipe(pair, tmp_path / "b"))
     trial = result.manifest.models["draft"].trial

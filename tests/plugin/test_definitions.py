@@ -19,7 +19,7 @@ from specexport.kernels.compile import entry_name, entry_parameters
 from specexport.kernels.spec import KernelSpec
 from specexport.lowering import trt_plugin
 from specexport.plugin import definitions
-from specexport.plugin.definitions import MOST_SHARED_BYTES, compile_plugin, register_plugins, tile_options
+from specexport.plugin.definitions import MAX_SHARED_BYTES, compile_plugin, register_plugins, tile_options
 from specexport.plugin.naming import graph_shape, plugin_name, plugin_names, plugin_spec
 from specexport_runtime.errors import CheckFailedError, IncompatibleError, MissingDependencyError, UserInputError
 from tests.support.cases.unpadded_cases import CASES, one_node_model
@@ -157,9 +157,7 @@ def test_the_code_takes_inputs_then_ints_then_outputs(name: str, sm: int, trt: t
         params = found.launch(PROFILES[0])
         assert f".reqntid {params['block_x']}\n" in code
         assert (params["block_y"], params["block_z"]) == (1, 1)
-        assert (
-            params["shared_mem"] == compile_plugin(spec, sm).by_tactic[found.tactic].shared_bytes <= MOST_SHARED_BYTES
-        )
+        assert params["shared_mem"] == compile_plugin(spec, sm).by_tactic[found.tactic].shared_bytes <= MAX_SHARED_BYTES
 
 
 @pytest.mark.parametrize("sm", ["86", "87"])
@@ -253,7 +251,7 @@ def test_what_cannot_be_embedded_is_named(trt: types.ModuleType, monkeypatch: py
         register_plugins([name], "75")
     with pytest.raises(CheckFailedError, match="'my_plugin' is not the name"):
         register_plugins(["my_plugin"], 90)
-    monkeypatch.setattr(definitions, "MOST_SHARED_BYTES", 20000)
+    monkeypatch.setattr(definitions, "MAX_SHARED_BYTES", 20000)
     with pytest.raises(CheckFailedError, match=r"needs \d+ bytes of shared memory, a launch has 20000"):
         register_plugins([name], 90)
     monkeypatch.setitem(sys.modules, "triton", None)

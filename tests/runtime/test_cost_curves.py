@@ -152,6 +152,8 @@ GOOD = {"account": -3.0, "tests": [4.0, 0.0], "fails": [1.0, 0.0]}
 def test_what_is_damaged_of_a_drafters_memory_is_forgotten(changed):
     memory = DrafterMemory(2, kept=GOOD)
     assert (memory.account.balance, memory.shared.tests, memory.shared.fails) == tuple(GOOD.values())
-    assert json.loads(json.dumps(memory.to_json())) == GOOD | {"tests": [2.0, 0.0], "fails": [0.5, 0.0]}  # it fades
+    assert json.loads(json.dumps(memory.to_json())) == GOOD
+    memory.shared.tests, memory.shared.fails = [16.0, 0.0], [4.0, 0.0]
+    assert memory.to_json() == GOOD | {"tests": [8.0, 0.0], "fails": [2.0, 0.0]}  # eight tests at most
     for kept in (GOOD | changed, None, [], "x", {}):
         assert DrafterMemory(2, kept=kept).to_json() == DrafterMemory(2).to_json()

@@ -141,7 +141,7 @@ def test_a_destructor_may_close_the_engine_while_a_request_is_submitted():
 def test_a_step_that_fails_is_logged_once_and_one_after_the_other_is_trouble(caplog):
     engine = make_engine()
     execute, engine.target.execute = engine.target.execute, raising(ValueError("words of a prompt"))
-    for _ in range(loop_module.MOST_FAILURES):
+    for _ in range(loop_module.MAX_FAILURES):
         assert engine.trouble is None
         with pytest.raises(RequestFailedError, match="words"):
             engine.submit([1]).result(WAIT_S)

@@ -313,7 +313,7 @@ def test_rounds_find_all_memory_reserved(tmp_path):
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_a_gpu_without_the_memory_leaves_sampling_to_the_host(tmp_path, caplog, role):
-    """``LEAST_ROWS`` rows take two megabytes for candidates."""
+    """``MIN_ROWS`` rows take two megabytes for candidates."""
     model = make_target(ROWS) if role == "target" else make_draft("good", ROWS)
     entry = make_entry(LOOKAHEAD, ROWS, draft=role == "draft")
     executor, gpu, _ = open_fake(tmp_path, entry, model, FakeGpu(1 << 20))

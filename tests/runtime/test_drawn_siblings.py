@@ -12,7 +12,7 @@ from specexport_runtime.drafters import draft_loop, siblings
 from specexport_runtime.drafters.at_once import AtOnce
 from specexport_runtime.drafters.draft_loop import draft_at_once, open_drafts
 from specexport_runtime.drafters.model import ModelDrafter
-from specexport_runtime.drafters.siblings import MOST_SIBLINGS, drawn_siblings, usual_siblings
+from specexport_runtime.drafters.siblings import MAX_SIBLINGS, drawn_siblings, usual_siblings
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.records import DraftStage
@@ -157,7 +157,7 @@ def test_a_chain_has_none_and_no_place_more_than_there_may_be():
     for size, depth in ((0, 4), (4, 4), (3, 4), (4, 0)):
         assert not any(usual_siblings(request(size), depth))
     for options in ({}, {"temperature": 0.0}):
-        assert usual_siblings(request(63, **options), 3) == (MOST_SIBLINGS,) * 3
+        assert usual_siblings(request(63, **options), 3) == (MAX_SIBLINGS,) * 3
 
 
 @pytest.mark.parametrize("acceptance", ["token", "block"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.decoding.pace import Pace
-from specexport_runtime.decoding.queue import LEAST_TURN, NEARLY_DONE, WHOLE_TURN, WaitingQueue, whom_to_pause
+from specexport_runtime.decoding.queue import MIN_TURN, NEARLY_DONE, WHOLE_TURN, WaitingQueue, whom_to_pause
 from specexport_runtime.decoding.rows import Slots
 from specexport_runtime.decoding.schedule import REREAD_CHUNK, PromptReading, Scheduler, go_alone, share_tokens
 from specexport_runtime.drafters.chain import ChainDrafter
@@ -158,7 +158,7 @@ def test_nobody_is_paused_again_before_it_got_on():
     seq.pause(5)
     assert not seq.reads_again  # nothing was generated: its prompt is a prompt
     assert victim(newcomer, seq) is None
-    seq.commit([2] * LEAST_TURN)
+    seq.commit([2] * MIN_TURN)
     assert victim(newcomer, seq) is seq
     seq.pause(len(seq.tokens) - 1)
     assert seq.reads_again
@@ -167,7 +167,7 @@ def test_nobody_is_paused_again_before_it_got_on():
     seq.commit([2] * 60)
     seq.pause(len(seq.tokens) - 1)
     seq.reads_again = False
-    seq.commit([2] * LEAST_TURN)
+    seq.commit([2] * MIN_TURN)
     assert victim(newcomer, seq) is None  # it would have to read 100 tokens again
     seq.commit([2] * 20)
     assert victim(newcomer, seq) is seq

@@ -6,7 +6,7 @@ import pytest
 from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.host_rows import HostRows
-from specexport_runtime.executors.row_kernels import MOST_CUT, NOTHING
+from specexport_runtime.executors.row_kernels import MAX_CUT, NOTHING
 from specexport_runtime.sampling.accept import normalised, residual
 from specexport_runtime.sampling.device import RowDistribution, on_host
 from specexport_runtime.sampling.params import SamplingParams
@@ -92,7 +92,7 @@ def test_certain_rows_are_cut_by_the_library_and_flat_ones_are_left_to_numpy():
                 dense(distribution, width), dense(sampler.distribution(logits[0]), width), rtol=1e-11
             )
             if row.is_cut:
-                assert 128 < np.count_nonzero(dense(distribution, width)) < MOST_CUT
+                assert 128 < np.count_nonzero(dense(distribution, width)) < MAX_CUT
 
 
 @pytest.mark.parametrize("penalties", [{}, {"presence_penalty": 0.1}])
@@ -108,7 +108,7 @@ def test_rows_that_the_library_can_cut_are_never_taken_for_flat(penalties, monke
         logits[0, :600] += 12
         ask = sampler.ask(0.5, width)
         (row,) = source.collect([ask._replace(rule=ask.rule._replace(fetch=True)) if i % 2 else ask], logits)
-        assert 256 < np.count_nonzero(dense(sampler.row_distribution(row), width)) < MOST_CUT
+        assert 256 < np.count_nonzero(dense(sampler.row_distribution(row), width)) < MAX_CUT
     assert not asked
 
 

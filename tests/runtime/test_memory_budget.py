@@ -7,7 +7,7 @@ import pytest
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.decoding.memory_budget import SPARE_SHARE
-from specexport_runtime.decoding.queue import MOST_PASSES
+from specexport_runtime.decoding.queue import MAX_PASSES
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import ENTRY_BYTES, FakeExecutor
 from specexport_runtime.intake.checks import parse_bytes
@@ -82,7 +82,7 @@ def test_what_does_not_fit_holds_back_no_other_owner_and_waits_for_few_of_them()
     while not long.num_generated:
         decoder.step()
     assert first.finish_reason
-    assert MOST_PASSES <= sum(seq.num_generated > 0 for seq in others) <= MOST_PASSES + 1  # one had its turn
+    assert MAX_PASSES <= sum(seq.num_generated > 0 for seq in others) <= MAX_PASSES + 1  # one had its turn
     finish(decoder, first, long, own, *others)
 
 

@@ -108,7 +108,7 @@ def test_few_tokens_get_a_row_each_and_steps_of_the_same_sizes_share_a_graph(ort
     # Idle rows may make a step of two tokens two rows wide, and one of many tokens stays as it is.
     for shape, rows in (
         (StepShape(0, 2, 2, 2, 2), 2),
-        (StepShape(0, 1, paged.MOST_TOKEN_ROWS + 1, paged.MOST_TOKEN_ROWS + 1, 1), 1),
+        (StepShape(0, 1, paged.MAX_TOKEN_ROWS + 1, paged.MAX_TOKEN_ROWS + 1, 1), 1),
     ):
         fill(executor, shape, [shape.num_tokens] + [0] * (shape.num_seqs - 1), [0] * shape.num_seqs, shape[2] * [7])
         np.testing.assert_array_equal(executor.execute()[0], model.logits_after([7]))

@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from specexport_runtime.decoding.prefixes import LEAST_REUSED
+from specexport_runtime.decoding.prefixes import MIN_REUSED
 from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.errors import SpecexportError
@@ -107,11 +107,11 @@ def test_scopes_see_nothing_of_each_other():
 
 def test_short_texts_are_not_kept():
     decoder = decoder_of()
-    ask(decoder, LONG[: LEAST_REUSED - 4], 3)
+    ask(decoder, LONG[: MIN_REUSED - 4], 3)
     assert len(decoder.slots.kept) == 0
-    ask(decoder, LONG[:LEAST_REUSED], 3)
+    ask(decoder, LONG[:MIN_REUSED], 3)
     assert len(decoder.slots.kept) == 1
-    assert ask(decoder, [*LONG[: LEAST_REUSED - 1], 16, 16]).stats.cached_tokens == 0
+    assert ask(decoder, [*LONG[: MIN_REUSED - 1], 16, 16]).stats.cached_tokens == 0
 
 
 def test_a_cancelled_sequence_leaves_what_was_read():

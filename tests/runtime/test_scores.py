@@ -32,7 +32,7 @@ def test_scores_are_the_same_however_a_prompt_is_cut(budget):
         for i, ids in enumerate([*prompts, prompts[0]])
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "MOST_SCORED", 9)
+        patch.setattr(schedule, "MAX_SCORED", 9)
         run(decoder, sequences)
     for i, seq in enumerate(sequences):
         if i not in scored:
@@ -78,7 +78,7 @@ def test_scores_are_those_of_the_checkpoint(demo_bundle, demo_pair):
 
     with opened(demo_bundle, 2, adaptive=True) as engine:
         ids = engine.encode(TEXT)
-        assert len(ids) > 2 * schedule.MOST_SCORED
+        assert len(ids) > 2 * schedule.MAX_SCORED
         params = [SamplingParams(max_tokens=4, prompt_logprobs=1), SamplingParams(max_tokens=4)]
         result, plain = engine.generate([ids, ids], params)
         assert result.token_ids == plain.token_ids

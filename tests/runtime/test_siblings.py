@@ -10,7 +10,7 @@ from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.drafters import draft_loop
 from specexport_runtime.drafters.forced import branches_of, shorten
 from specexport_runtime.drafters.model import ModelDrafter
-from specexport_runtime.drafters.siblings import LEAST_RATIO, MOST_SIBLINGS, combined, runners_up
+from specexport_runtime.drafters.siblings import MAX_SIBLINGS, MIN_RATIO, combined, runners_up
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import Branch, DraftStage, Proposal
@@ -23,10 +23,10 @@ PROMPTS = [[3, 1], [1, 2, 3, 4, 5], [16] * 9]
 
 
 def best_beside(logits, token, count):
-    """The ``count`` likeliest tokens beside one, by sorting all; no less likely than ``LEAST_RATIO`` beside it."""
+    """The ``count`` likeliest tokens beside one, by sorting all; no less likely than ``MIN_RATIO`` beside it."""
     values = np.asarray(logits, np.float64)
     ranked = [int(each) for each in np.lexsort((np.arange(len(values)), -values)) if each != token]
-    return [each for each in ranked if np.exp(values[each] - values[token]) >= LEAST_RATIO][:count]
+    return [each for each in ranked if np.exp(values[each] - values[token]) >= MIN_RATIO][:count]
 
 
 def propose(tree_size, *, rows=3, cut_head=None, lookahead=4, **options):
@@ -53,11 +53,11 @@ def test_siblings_are_the_next_best_tokens_of_the_same_logits(options):
             logits = draft.logits_after([*request.tokens, *proposal.tokens[:place]])
             best = sampler.allowed_logits(logits, proposal.tokens[:place])[0]
             assert int(best.argmax()) == token
-            beside[place - 1] = best_beside(best, token, MOST_SIBLINGS)
+            beside[place - 1] = best_beside(best, token, MAX_SIBLINGS)
         assert [(each.parent, each.token) for each in proposal.branches] == [
             (parent, token) for parent, tokens in beside.items() for token in tokens
         ]
-        assert all(LEAST_RATIO <= each.ratio <= 1 and each.distribution is None for each in proposal.branches)
+        assert all(MIN_RATIO <= each.ratio <= 1 and each.distribution is None for each in proposal.branches)
 
 
 def test_siblings_of_a_cut_head_are_its_own_tokens():
@@ -77,12 +77,12 @@ def test_a_fixed_tree_has_the_most_likely_paths(size):
     for all_of_them, proposal, request in zip(every, found, requests, strict=True):
         assert proposal.tokens == all_of_them.tokens
         assert len(proposal.nodes) <= size
-        if len(all_of_them.nodes) >= size and size < 4 + MOST_SIBLINGS:
+        if len(all_of_them.nodes) >= size and size < 4 + MAX_SIBLINGS:
             assert len(proposal.nodes) == size
         chances, reached = {}, 1.0
         for place, token in enumerate(proposal.tokens):
             logits = draft.logits_after([*request.tokens, *proposal.tokens[:place]]).astype(np.float64)
-            near = [token, *best_beside(logits, token, MOST_SIBLINGS if size > 11 else size - 4)]
+            near = [token, *best_beside(logits, token, MAX_SIBLINGS if size > 11 else size - 4)]
             weights = np.exp(logits[near])
             for other, weight in zip(near[1:], weights[1:], strict=True):
                 chances[place - 1, other] = reached * weight / weights.sum()

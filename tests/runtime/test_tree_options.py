@@ -4,7 +4,7 @@ import pytest
 
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.intake.drafting import MOST_NODES, Abilities, DraftDefaults, resolve_draft_plan
+from specexport_runtime.intake.drafting import MAX_NODES, Abilities, DraftDefaults, resolve_draft_plan
 
 TRAITS = {name: kind.traits for name, kind in KINDS.items()}
 
@@ -17,7 +17,7 @@ def plan(*, takes_trees=True, **options):
 @pytest.mark.parametrize(
     ("options", "size"),
     [
-        ({}, MOST_NODES), ({"tree_size": "auto"}, MOST_NODES), ({"tree_size": 0}, 0), ({"tree_size": 9}, 9),
+        ({}, MAX_NODES), ({"tree_size": "auto"}, MAX_NODES), ({"tree_size": 0}, 0), ({"tree_size": 9}, 9),
         ({"num_speculative_tokens": 4}, 0), ({"num_speculative_tokens": 4, "tree_size": 12}, 12),
         ({"speculation": False}, 0), ({"speculation": False, "tree_size": "auto"}, 0), ({"takes_trees": False}, 0),
         ({"takes_trees": False, "tree_size": "auto"}, 0), ({"takes_trees": False, "tree_size": 0}, 0),

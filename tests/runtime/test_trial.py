@@ -133,7 +133,7 @@ def test_a_large_form_is_given_up_where_its_matcher_takes_too_long(compiler, mon
     other = compiler.compile(form)
     slow = Mock(compute_bitmask=lambda: go.wait(60), is_stopped=lambda: False, is_error=lambda: False)
     monkeypatch.setattr(grammar._matcher, "_matcher", slow)
-    monkeypatch.setattr(watched, "MOST_S", 0.01)
+    monkeypatch.setattr(watched, "MAX_S", 0.01)
     try:
         for _ in range(2):
             with pytest.raises(InvalidRequestError, match="a token takes more than"):

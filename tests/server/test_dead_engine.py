@@ -11,7 +11,7 @@ import pytest
 
 from specexport_runtime import user_cache
 from specexport_runtime.async_engine import AsyncSpecEngine
-from specexport_runtime.decoding.loop import MOST_FAILURES
+from specexport_runtime.decoding.loop import MAX_FAILURES
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
@@ -66,7 +66,7 @@ ALIVE = (200, "ok"), (200, "ready"), 1.0
     ("event", "asked", "codes", "seen", "last"),
     [
         (lost_gpu, 1, {"request_failed"}, DEAD, "engine_dead"),
-        (lost_session, MOST_FAILURES, {"internal_error", "request_failed"}, DEAD, "request_failed"),
+        (lost_session, MAX_FAILURES, {"internal_error", "request_failed"}, DEAD, "request_failed"),
         (out_of_memory, 1, {"request_failed"}, ALIVE, None),
         (full_disk, 1, {None}, ALIVE, None),
         (defect, 1, {"engine_dead"}, DEAD, "engine_dead"),

@@ -21,7 +21,7 @@ from tools.proof.models import PLANS, kv_capacity
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-MOST_CONSTANT = 256
+MAX_CONSTANT = 256
 """Elements of the largest initializer that is kept in the graph."""
 
 
@@ -33,7 +33,7 @@ def to_graph(ir_model: "ir.Model") -> tuple[Graph, dict[str, Array]]:
     weights: dict[str, Array] = {}
     for name, value in ir_model.graph.initializers.items():
         array = ir.convenience.get_const_tensor(value).numpy()  # type: ignore[union-attr]  # it has one
-        (constants if array.size <= MOST_CONSTANT and "norm" not in name else weights)[name] = array
+        (constants if array.size <= MAX_CONSTANT and "norm" not in name else weights)[name] = array
     nodes = [_to_node(node) for node in ir_model.graph]
     inputs, outputs = (
         tuple(_to_tensor(value) for value in values) for values in (ir_model.graph.inputs, ir_model.graph.outputs)

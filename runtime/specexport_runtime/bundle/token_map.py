@@ -29,7 +29,7 @@ NOT_SHARED = -1
 STRETCH = 1.5
 """Most cache entries of the draft for each token of a text: one that takes more is not drafted for."""
 
-_MOST_PIECES = 64
+_MAX_PIECES = 64
 """Most tokens of the draft for one of the target, on average: far more than any vocabulary needs."""
 
 Int32Array = npt.NDArray[np.int32]
@@ -82,7 +82,7 @@ def load_token_map(folder: Path, draft: ModelEntry | None, target: ModelEntry) -
     if draft is None or draft.token_map is None:
         return None
     path = folder / draft.token_map.path
-    most = 4 * (draft.vocab_size + _MOST_PIECES * target.vocab_size)
+    most = 4 * (draft.vocab_size + _MAX_PIECES * target.vocab_size)
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             if sum(each.file_size for each in arrays.zip.infolist()) > most:  # nothing is unpacked beyond that

@@ -14,7 +14,7 @@ from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.machine import machine_key
 from specexport_runtime.user_cache import cache_folder, read_json, write_json
 
-_LEAST_PRODUCTS = 0.1
+_MIN_PRODUCTS = 0.1
 """Share of the products that is felt however long the reading takes."""
 
 SCHEMA = "specexport.costs/10"
@@ -40,7 +40,7 @@ class StepCost:
         reading, products = self.reading, num_tokens * self.token
         if self.unchosen:
             reading -= self.unchosen * self.unchosen_share**num_tokens
-        products = max(products - self.hidden * reading, _LEAST_PRODUCTS * products if self.hidden else products)
+        products = max(products - self.hidden * reading, _MIN_PRODUCTS * products if self.hidden else products)
         past = kv_entries * (self.kv + self.kv_token * num_tokens / num_rows)
         return self.fixed + reading + products + num_rows * self.row + num_tokens * self.row_token + past
 

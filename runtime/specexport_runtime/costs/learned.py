@@ -49,7 +49,7 @@ Replayed: 2.2 for all is 0.1 % slower, and 3 % at worst.
 # 0.04 % slower, and 3 % at worst.
 _SHARED = 0.6
 _WIDEST = 20.0  # a ratio is never mended beyond this; replayed: no bound is 0.2 % slower at worst
-_LEAST_EXTRA = 0.2  # the same for what draft tokens add: they are multiplied with all weights, however fast
+_MIN_EXTRA = 0.2  # the same for what draft tokens add: they are multiplied with all weights, however fast
 
 
 def reading_of(drafter: str) -> str:
@@ -189,7 +189,7 @@ class LearnedCosts:
         ]
         deviations, share, least = _CERTAIN_STEPS, 1.0, 1 / _WIDEST
         if name == _EXTRA:
-            deviations, share, least = _CERTAIN, _SHARED, _LEAST_EXTRA
+            deviations, share, least = _CERTAIN, _SHARED, _MIN_EXTRA
         elif name.endswith(_READING):
             deviations = _CERTAIN_READINGS
         found = min(max(_beyond(samples, used, deviations, share), least), _WIDEST)
@@ -207,7 +207,7 @@ def _extra_sample(before: RoundSeconds, now: RoundSeconds) -> _Sample:
     """The ratio at which two steps differ by their draft tokens alone: both then have one level, found by halving."""
     few, many = sorted((before, now), key=lambda step: step.drafted)
     weight = many.promised(many.drafted) / many.promised(0) - few.promised(few.drafted) / few.promised(0)
-    low, high = math.log(_LEAST_EXTRA), math.log(_WIDEST)
+    low, high = math.log(_MIN_EXTRA), math.log(_WIDEST)
     for _ in range(10):  # to within half a hundredth
         ratio = math.exp(middle := (low + high) / 2)
         low, high = (middle, high) if many.level(ratio) > few.level(ratio) else (low, middle)

@@ -28,7 +28,7 @@ from specexport_runtime.requests.stats import PaddingStats, PhaseTimes
 from specexport_runtime.telemetry.observers import EngineLoad
 
 THREAD_NAME = "specexport-decode"
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 """Steps that fail one after the other, after which an engine counts as dead: a lost GPU fails in all of them."""
 
 Order = Sequence[RequestHandle] | RequestHandle | None
@@ -128,7 +128,7 @@ class DecodeLoop:
         """What :attr:`SpecEngine.trouble` is; any thread."""
         if self._closed:
             return self._refusal
-        if self._failures >= MOST_FAILURES:
+        if self._failures >= MAX_FAILURES:
             return EngineDeadError(f"{self._failures} steps failed, one after the other.", _HINT)
         count, still = len(self._open()), monotonic() - self._moved
         if not count or still <= stuck_after_s:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from specexport_runtime.executors.base import Int64Array
 
-LEAST_REUSED = 16
+MIN_REUSED = 16
 """Fewer tokens than this are read again: short texts would fill the rows."""
 WORTH_WAITING = 64
 """Tokens that another request is about to read, for which one that begins with them too waits a few steps."""

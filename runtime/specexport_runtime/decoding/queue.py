@@ -25,13 +25,13 @@ from collections.abc import Collection, Iterator, Mapping
 from specexport_runtime.decoding.rows import Slots
 from specexport_runtime.requests.request import Request
 
-LEAST_TURN = 16
+MIN_TURN = 16
 """Tokens that a request generates before it is paused again; a quarter of its text, if that is more."""
 WHOLE_TURN = 256
 """The same where owners share a row in turns; the whole of its text, if that is more."""
 NEARLY_DONE = 8
 """Tokens before its end, within which a request is left alone."""
-MOST_PASSES = 16
+MAX_PASSES = 16
 """Requests of other owners that begin before one for which there is no memory; then all wait until there is."""
 
 
@@ -82,7 +82,7 @@ class WaitingQueue:
 
     def may_pass(self, req: Request) -> bool:
         """Whether requests of other owners may begin before one for which there is no memory now."""
-        return self._passes.setdefault(req, 0) < MOST_PASSES
+        return self._passes.setdefault(req, 0) < MAX_PASSES
 
     def take(self, req: Request) -> None:
         """A request gets a row; its owner has had a turn."""
@@ -133,4 +133,4 @@ def _is_rested(req: Request, num_read: int) -> bool:
     is_ending = req.num_generated > 0 and req.room_for_drafts < NEARLY_DONE
     if is_ending or req.is_pinned or req.is_scored or req.reads_again:
         return False
-    return not req.stats.preemptions or req.num_since_pause >= max(LEAST_TURN, num_read // 4)
+    return not req.stats.preemptions or req.num_since_pause >= max(MIN_TURN, num_read // 4)

@@ -19,7 +19,7 @@ import numpy as np
 
 from specexport_runtime.decoding.memory_budget import MemoryBudget
 from specexport_runtime.decoding.prefixes import (
-    LEAST_REUSED,
+    MIN_REUSED,
     WORTH_WAITING,
     KeptText,
     KeptTexts,
@@ -180,7 +180,7 @@ class Slots:
         if req.is_pinned:
             count = min(count, req.num_prompt_tokens)
         scope = req.row_scope
-        if not self.reuses_prefixes or scope is None or req.finish_reason == "error" or count < LEAST_REUSED:
+        if not self.reuses_prefixes or scope is None or req.finish_reason == "error" or count < MIN_REUSED:
             return False
         self.memory.keep(req.row, count)
         tokens = np.asarray(req.tokens[:count], np.int64)
@@ -266,7 +266,7 @@ class Slots:
         for row, kept, tokens, drafts in self._texts(req):
             common = num_common(prompt, tokens)
             reused = min(common, len(prompt) - 1)  # the last token is read again: its logits are wanted
-            least = max(LEAST_REUSED, self.target.least_len(row))
+            least = max(MIN_REUSED, self.target.least_len(row))
             if reused < least or (best is not None and reused < best.reused):
                 continue
             given = self.drafter.snapshot(drafts) if isinstance(drafts, Request) else drafts

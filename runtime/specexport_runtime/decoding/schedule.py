@@ -18,7 +18,7 @@ from specexport_runtime.decoding.rows import Slots
 from specexport_runtime.requests.request import NO_ROW, Request
 
 _OLDEST_SHARE = 4
-MOST_SCORED = 64
+MAX_SCORED = 64
 """Tokens of a step that are scored."""
 
 REREAD_CHUNK = 32
@@ -59,8 +59,8 @@ def share_tokens(readings: Sequence[PromptReading], tokens: int) -> dict[int, in
 
 
 def bound_scored(chunks: Mapping[int, int], scored: Collection[int]) -> dict[int, int]:
-    """Prompt tokens of each row, cut such that the rows ``scored`` have no more than ``MOST_SCORED`` in a step."""
-    left, bounded = MOST_SCORED, {}
+    """Prompt tokens of each row, cut such that the rows ``scored`` have no more than ``MAX_SCORED`` in a step."""
+    left, bounded = MAX_SCORED, {}
     for row, count in chunks.items():
         if row not in scored:
             bounded[row] = count

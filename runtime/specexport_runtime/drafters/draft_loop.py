@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from specexport_runtime.drafters.siblings import (
-    MOST_OFFERED,
+    MAX_OFFERED,
     combined,
     drawn_siblings,
     path_chances,
@@ -217,7 +217,7 @@ class Draft:
         """The likeliest that a tree of fixed size has room for, and all that were drawn, *whatever* they are."""
         req, room = self.request, self.request.tree_size - len(self.tokens) + len(self.forced)
         if self.distributions is None and self.is_combined and not self.forced:
-            return combined(self.branches, self.tokens, max(min(room, MOST_OFFERED) if req.adaptive else room, 0))
+            return combined(self.branches, self.tokens, max(min(room, MAX_OFFERED) if req.adaptive else room, 0))
         if req.adaptive or self.distributions is not None or len(self.branches) <= room:
             return tuple(self.branches)
         chances = path_chances(self.branches, len(self.tokens))

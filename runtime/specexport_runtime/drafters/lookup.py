@@ -19,9 +19,9 @@ from specexport_runtime.requests.request import Request
 
 _MAX_WALK = 64
 _HIT_WEIGHT = 0.1
-_MOST_WAYS = 4  # tokens that are looked at in one place
-_LEAST_CHANCE = 0.01  # a place is left in no way that is less likely than this to be taken
-_LEAST_RATE = 0.1  # matches are taken to foretell neither less than this, nor all but as much
+_MAX_WAYS = 4  # tokens that are looked at in one place
+_MIN_CHANCE = 0.01  # a place is left in no way that is less likely than this to be taken
+_MIN_RATE = 0.1  # matches are taken to foretell neither less than this, nor all but as much
 
 DEFAULT_MATCH_LENGTH = 2
 DEFAULT_COPY_LENGTH = 7
@@ -224,12 +224,12 @@ def _ways(index: SuffixIndex, chain: list[int], copied: list[int], first: int, m
     How likely each is follows from how often a match foretold the next token, and where there are several ways to leave
     the copy, each takes half of what those before it leave.
     """
-    right = min(max(index.hit_rate, _LEAST_RATE), 1.0 - _LEAST_RATE)
+    right = min(max(index.hit_rate, _MIN_RATE), 1.0 - _MIN_RATE)
     found, chances = Continuations(chain), [right**depth for depth in range(most + 1)]
     found.add(copied, [*[1.0] * first, *chances[1 : len(copied) - first + 1]])
     for depth, token in enumerate(copied[first:]):
         before, share = copied[: first + depth], chances[depth] * (1.0 - right)
-        ways = index.ways_behind(before, _MOST_WAYS) if share > 2 * _LEAST_CHANCE else []
+        ways = index.ways_behind(before, _MAX_WAYS) if share > 2 * _MIN_CHANCE else []
         for other, place in ways:
             if other in (token, _SEPARATOR):
                 continue

@@ -17,11 +17,11 @@ from specexport_runtime.sampling.device import on_host
 from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sampling.tree import without
 
-MOST_OFFERED = 16
+MAX_OFFERED = 16
 """Most branches of a draft of which a controller tests those that pay."""
-MOST_SIBLINGS = 8
+MAX_SIBLINGS = 8
 """Most branches beside one token of a draft."""
-LEAST_RATIO = 0.02
+MIN_RATIO = 0.02
 """A greedy draft has no branch that its model takes to be less likely, beside the token that it drafts."""
 
 
@@ -32,15 +32,15 @@ def usual_siblings(request: Request, depth: int) -> tuple[int, ...]:
     request's earlier drafts: if a token passes with probability a, the n-th sibling beside token k is worth a^k times
     (1 - a/2)^n, where each sibling takes half as much of what is left as a token of the chain.
     """
-    room = min(request.tree_size - depth, MOST_SIBLINGS * depth)
+    room = min(request.tree_size - depth, MAX_SIBLINGS * depth)
     if room <= 0:
         return ()
     if request.sampler.is_greedy:
-        return (min(room, MOST_SIBLINGS),) * depth
+        return (min(room, MAX_SIBLINGS),) * depth
     stats = request.stats
     passes = (stats.accepted + 2) / (stats.accepted + stats.draft_rounds + 3)
-    worth = np.outer(passes ** np.arange(depth), (1.0 - passes / 2) ** np.arange(MOST_SIBLINGS))
-    best = np.argsort(-worth, axis=None, kind="stable")[:room] // MOST_SIBLINGS
+    worth = np.outer(passes ** np.arange(depth), (1.0 - passes / 2) ** np.arange(MAX_SIBLINGS))
+    best = np.argsort(-worth, axis=None, kind="stable")[:room] // MAX_SIBLINGS
     return tuple(np.bincount(best, minlength=depth).tolist())
 
 
@@ -66,7 +66,7 @@ def runners_up(logits: Float32Array, token: int, count: int) -> list[tuple[int, 
         best = int(logits.argmax())
         masked.append((best, logits[best]))
         ratio = math.exp(float(logits[best]) - peak)
-        if ratio < LEAST_RATIO:
+        if ratio < MIN_RATIO:
             break
         found.append((best, ratio))
     for best, logit in masked:

@@ -24,9 +24,9 @@ SUFFIX = "suffix"
 """Name of this drafter in draft plans."""
 _FACTOR, _OFFSET = 1.0, 0.0
 """A draft from the store has at most ``factor · match + offset`` tokens (SuffixDecoding, section 4: alpha · p)."""
-_LEAST_CHANCE = 0.1  # a draft ends before a token that is less likely than this to be reached
-_MOST_PLACES = 64  # newest continuations that a path is chosen from
-_LEAST_MATCH = 2  # of the store: a single token is followed by anything
+_MIN_CHANCE = 0.1  # a draft ends before a token that is less likely than this to be reached
+_MAX_PLACES = 64  # newest continuations that a path is chosen from
+_MIN_MATCH = 2  # of the store: a single token is followed by anything
 
 
 class SuffixDrafter(Drafter):
@@ -45,10 +45,10 @@ class SuffixDrafter(Drafter):
         default_lookahead=DEFAULT_COPY_LENGTH, is_free=True, takes_reference=True, remembers=True, goes_on=True
     )
 
-    def __init__(self, store: SuffixStore, *, match_length: int = _LEAST_MATCH) -> None:
+    def __init__(self, store: SuffixStore, *, match_length: int = _MIN_MATCH) -> None:
         self.store = store
         self._own = LookupDrafter(match_length)
-        self._least = max(match_length, _LEAST_MATCH)
+        self._least = max(match_length, _MIN_MATCH)
 
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
@@ -75,11 +75,11 @@ class SuffixDrafter(Drafter):
         if least > DEPTH:
             return own._replace(drafter=SUFFIX) if own.tokens else own
         known = [*req.tokens[-DEPTH:], *begun] if begun else req.tokens
-        found = self.store.find(req.scope, known, least=least, most=_MOST_PLACES, width=lookahead)
+        found = self.store.find(req.scope, known, least=least, most=_MAX_PLACES, width=lookahead)
         if found is not None:
             path = best_path(found.continuations)
             most = lookahead if req.adaptive else min(lookahead, int(_FACTOR * found.length + _OFFSET))
-            tokens = path.tokens[: min(most, sum(chance >= _LEAST_CHANCE for chance in path.chances))]
+            tokens = path.tokens[: min(most, sum(chance >= _MIN_CHANCE for chance in path.chances))]
             if tokens:
                 end: DraftEnd = "lookahead" if len(tokens) == most else "text"
                 whole, places = [*begun, *tokens], tuple(range(len(begun)))

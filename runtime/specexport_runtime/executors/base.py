@@ -279,7 +279,7 @@ RECEDE_EVERY = 64
 """Tokens by which a row grows before more of it is forgotten."""
 MAX_CHUNK = 512
 """Most prompt tokens of a row in one step, unless a smaller number is given."""
-MOST_BEHIND_WINDOW = WAY_BACK + RECEDE_EVERY + MAX_CHUNK
+MAX_BEHIND_WINDOW = WAY_BACK + RECEDE_EVERY + MAX_CHUNK
 """Entries that a layer keeps beside its window, at most."""
 
 

@@ -49,7 +49,7 @@ _RESIDUAL_BYTES = ctypes.sizeof(ResidualQuery)
 _SHARE = 64  # candidates that are more than this part of the ids cost as much as the row
 _UNIFORM, _TOKEN = RowQuery.uniform.offset // 8, RowQuery.token.offset // 8
 AS_FOUND = partial(tuple.__new__, RowFound)
-LEAST_ROWS = 64
+MIN_ROWS = 64
 """Rows of a step for which there is memory at the least."""
 
 
@@ -170,7 +170,7 @@ class RowSampler(RowSource):
 
     def reserve(self, rows: int, steps: int) -> None:
         """Take memory for so many ``rows``, and ``steps`` of a chain, or IncompatibleError; more comes if needed."""
-        self._allocate(max(rows, LEAST_ROWS))
+        self._allocate(max(rows, MIN_ROWS))
         self._lanes += [self._make_lane() for _ in range(max(steps, 1))]
         if steps:
             self.slot(steps * self._num_slots - 1)
@@ -183,7 +183,7 @@ class RowSampler(RowSource):
         """
         rows = len(asks)
         if rows > self._max_rows:
-            self._allocate(max(rows, 2 * self._max_rows, LEAST_ROWS))
+            self._allocate(max(rows, 2 * self._max_rows, MIN_ROWS))
         while len(self._lanes) <= step:
             self._lanes.append(self._make_lane())
         lane = self._lanes[step]

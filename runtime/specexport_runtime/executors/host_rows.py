@@ -18,7 +18,7 @@ from specexport_runtime.executors.row_kernels import (
     ASK,
     BLOCK,
     FOUND,
-    MOST_CUT,
+    MAX_CUT,
     UNKNOWN,
     ResidualAsk,
     ResidualQuery,
@@ -68,19 +68,19 @@ class WithHostRows(Executor):
 class HostRows(RowSource):
     """Draws from the rows of logits [R, V] of one executor's steps."""
 
-    k_inline = MOST_CUT
+    k_inline = MAX_CUT
 
     def __init__(self, width: int, num_slots: int) -> None:
         self.width, self.generation, self._num_slots = width, 0, num_slots
         _, _, self._find, self._residual = library()
         blocks = -(-width // BLOCK)
-        self._lane = Lane(0, 0, np.zeros((1, ASK)), np.zeros(FOUND + MOST_CUT))
+        self._lane = Lane(0, 0, np.zeros((1, ASK)), np.zeros(FOUND + MAX_CUT))
         self._memory = [np.zeros(blocks, kind) for kind in (np.float32, np.float32, np.float64)]  # of the library
         self._scratch = [_address(each) for each in self._memory]
         self._query = RowQuery.from_buffer(self._lane.asks.data)
         self._inline = self._lane.host_found + 8 * FOUND
         result = RowResult.from_buffer(self._lane.found.data)
-        self._found = (self._query, result, self._inline, self._inline + 4 * MOST_CUT, *self._scratch)
+        self._found = (self._query, result, self._inline, self._inline + 4 * MAX_CUT, *self._scratch)
         self._logits: Float32Array = np.zeros((0, width), np.float32)
         self._at_logits, self._pitch = 0, 0
         self._kept: list[Float32Array] = []  # of ``num_slots`` rows each
@@ -124,14 +124,14 @@ class HostRows(RowSource):
         found = AS_FOUND(lane.found[:FOUND].tolist())
         if head is not None and found.likeliest >= 0:
             found = found._replace(drawn=head.ids[int(found.drawn)], likeliest=head.ids[int(found.likeliest)])
-            ids = lane.found[FOUND:].view(np.int32)[: min(int(found.candidates), MOST_CUT)]
+            ids = lane.found[FOUND:].view(np.int32)[: min(int(found.candidates), MAX_CUT)]
             ids[:] = head.ids[ids]
-        if found.candidates > MOST_CUT:
+        if found.candidates > MAX_CUT:
             found = found._replace(candidates=_TOO_MANY)
         token, found = int(found.likeliest), found if rule.temperature else UNKNOWN
         made = DeviceRow(self, place, ask, found, token, address, self.generation)
-        if rule.cuts and found.candidates <= MOST_CUT:
-            made.cuts = RowCuts(1, MOST_CUT, lane.host_asks, lane.host_found, lane.host_kept_masses, self._inline)
+        if rule.cuts and found.candidates <= MAX_CUT:
+            made.cuts = RowCuts(1, MAX_CUT, lane.host_asks, lane.host_found, lane.host_kept_masses, self._inline)
             made.cut_at = 0
         return made
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from specexport_runtime.abi import LayerGeometry, StateGeometry, cache_shapes, state_shapes
 from specexport_runtime.errors import IncompatibleError
-from specexport_runtime.executors.base import MOST_BEHIND_WINDOW, Executor, Int64Array
+from specexport_runtime.executors.base import MAX_BEHIND_WINDOW, Executor, Int64Array
 from specexport_runtime.machine import too_little_memory
 
 CAN_GIVE_BACK = sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
@@ -147,7 +147,7 @@ class ArenaRows(Executor):
         """See ``Executor.row_bytes``."""
         states = self.state_bytes if entries else 0
         for (size, window), heads in self._heads.items():
-            count = min(entries, window + MOST_BEHIND_WINDOW) if window > 0 else entries
+            count = min(entries, window + MAX_BEHIND_WINDOW) if window > 0 else entries
             states += heads * (-(-count * size // _PAGE) * _PAGE)
         return states
 

@@ -69,7 +69,7 @@ _CACHE_TYPES = {"float16": (10, "uint16"), "bfloat16": (16, "uint16")}
 """ONNX TensorProto.DataType, and a numpy type of its size: numpy has no bfloat16."""
 _DEVICE_ID = 0
 _DEVICE = ("cuda", _DEVICE_ID)
-_LEAST_BFLOAT16 = 80  # onnxruntime's MemoryEfficientAttention has no bfloat16 below, its FlashAttention nothing
+_MIN_BFLOAT16 = 80  # onnxruntime's MemoryEfficientAttention has no bfloat16 below, its FlashAttention nothing
 _MAX_SHAPES = 256
 
 
@@ -152,7 +152,7 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
         stack.callback(self._forget_session)
         self._check_contract(path, entry)
         capability = compute_capability(_DEVICE_ID)
-        if entry.dtype == "bfloat16" and 0 < capability < _LEAST_BFLOAT16:
+        if entry.dtype == "bfloat16" and 0 < capability < _MIN_BFLOAT16:
             raise IncompatibleError(
                 f"{path}: attention in bfloat16 needs compute capability 8.0, and this GPU has {capability / 10:.1f}.",
                 "build it again with --dtype float16.",

@@ -44,7 +44,7 @@ ATTENTION_METADATA = TensorSpec(
 )
 _HEAD_MULTIPLE = 8  # the operator refuses other head sizes
 
-MOST_TOKEN_ROWS = 12
+MAX_TOKEN_ROWS = 12
 CUDNN_SWITCH = "ORT_ENABLE_CUDNN_FLASH_ATTENTION"
 _CUDNN_FROM = 90
 _KNOWN = (INPUT_IDS, POSITIONS, LOGIT_ROWS, KV_LENS, CU_NEW_TOKENS)
@@ -70,14 +70,14 @@ def pays(entry: ModelEntry, capability: int, environment: Mapping[str, str]) -> 
 
 def token_rows(shape: StepShape) -> StepShape | None:
     """Sizes of a step with a row for each token; None for one that stays as it is."""
-    if shape.max_new_tokens == 1 or shape.num_tokens > MOST_TOKEN_ROWS:
+    if shape.max_new_tokens == 1 or shape.num_tokens > MAX_TOKEN_ROWS:
         return None
     return StepShape(0, shape.num_tokens, shape.num_tokens, 1, shape.num_logit_rows)
 
 
 def token_row_shapes() -> list[StepShape]:
     """All that :func:`token_rows` makes of steps."""
-    counts = range(2, MOST_TOKEN_ROWS + 1)
+    counts = range(2, MAX_TOKEN_ROWS + 1)
     return [StepShape(0, count, count, 1, wanted) for count in counts for wanted in range(1, count + 1)]
 
 

@@ -19,7 +19,7 @@ PER_BIN = 0.5
 """Nats of a bin."""
 K_INLINE = 128
 """Candidates of a cut that come along with a step."""
-MOST_CUT = 1024
+MAX_CUT = 1024
 """Candidates of a row that the library of operators can cut (``kMaxCandidates`` in ``rows.h``)."""
 K_MAX = 4096
 """Candidates that are kept on the device; of more, the whole row is fetched."""

@@ -18,8 +18,8 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 
 _WORD = re.compile("qzxqw([a-j]+)wqxzq")
 _ID = "abcdefghi"  # nine letters: the form on which some templates insist
-_MOST_KINDS = 64  # messages of a short conversation; what does not fit is only looked at in the whole one
-_MOST_BEGINNINGS = 16  # renders of what was said up to a text that is left out
+_MAX_KINDS = 64  # messages of a short conversation; what does not fit is only looked at in the whole one
+_MAX_BEGINNINGS = 16  # renders of what was said up to a text that is left out
 
 Message = dict[str, Any]
 Write = Callable[[Sequence[Message], bool], str]
@@ -141,7 +141,7 @@ def _short(kinds: Iterable[str]) -> list[str]:
         places[step] = len(kept)
         kept.append(kind)
         before.append(place)
-    return kept[:_MOST_KINDS]
+    return kept[:_MAX_KINDS]
 
 
 def joined(message: Mapping[str, Any]) -> Message:
@@ -236,7 +236,7 @@ def _lost(words: _Words, shape: Sequence[Message], text: str, form: Form, write:
         kinds.setdefault(_kind(shape[index]), []).append(index)
     for count, index in enumerate(dict.fromkeys(each for found in kinds.values() for each in (found[0], found[-1]))):
         try:
-            told = "" if count == _MOST_BEGINNINGS else write(form.apply(shape[: index + 1]), False)
+            told = "" if count == _MAX_BEGINNINGS else write(form.apply(shape[: index + 1]), False)
         except InvalidRequestError:
             told = ""
         missing = set(words.lost(told))

@@ -30,7 +30,7 @@ _COPIES = frozenset(name for name, kind in KINDS.items() if kind.traits.is_free)
 
 TreeSize = int | Literal["auto"]
 """Most draft tokens tested in a round, branches included; 0: chains; ``"auto"``: as many as pay."""
-MOST_NODES = 63
+MAX_NODES = 63
 
 
 class RequestOptions(TypedDict, total=False):
@@ -150,9 +150,9 @@ def resolve_draft_plan(
 
 def check_tree_size(asked: object) -> None:
     """Refuse what is no number of draft tokens of a round: a step has that many at most."""
-    if isinstance(asked, bool) or not isinstance(asked, int) or not 0 <= asked <= MOST_NODES:
+    if isinstance(asked, bool) or not isinstance(asked, int) or not 0 <= asked <= MAX_NODES:
         raise InvalidRequestError(
-            f"tree_size is {asked!r}.", f"give an integer from 0 (chains) to {MOST_NODES}, or 'auto'."
+            f"tree_size is {asked!r}.", f"give an integer from 0 (chains) to {MAX_NODES}, or 'auto'."
         )
 
 
@@ -171,9 +171,9 @@ def _resolve_tree_size(asked: TreeSize | None, plan: DraftPlan, abilities: Abili
     if asked == "auto" and plan.stages and not plan.adaptive:
         raise InvalidRequestError(
             "tree_size is 'auto', and the number of draft tokens is not.",
-            f"give a number from 0 to {MOST_NODES}, or let num_speculative_tokens be 'auto' too.",
+            f"give a number from 0 to {MAX_NODES}, or let num_speculative_tokens be 'auto' too.",
         )
-    return MOST_NODES if plan.adaptive and abilities.takes_trees else 0
+    return MAX_NODES if plan.adaptive and abilities.takes_trees else 0
 
 
 def _resolve_stages(

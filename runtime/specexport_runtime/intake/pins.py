@@ -4,7 +4,7 @@ import threading
 
 from specexport_runtime.decoding.handle import RequestHandle
 from specexport_runtime.decoding.loop import DecodeLoop
-from specexport_runtime.decoding.prefixes import LEAST_REUSED
+from specexport_runtime.decoding.prefixes import MIN_REUSED
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.builder import RequestBuilder
 from specexport_runtime.intake.drafting import RequestOptions
@@ -42,9 +42,9 @@ class PinnedPrefixes:
             raise InvalidRequestError(
                 f"no row is left for a prefix: {spare} keep prefixes.", "load the engine with more prefix_rows."
             )
-        if not LEAST_REUSED <= len(ids) <= longest:
+        if not MIN_REUSED <= len(ids) <= longest:
             raise InvalidRequestError(
-                f"a prefix of {len(ids)} tokens cannot be kept.", f"give {LEAST_REUSED} to {longest} tokens."
+                f"a prefix of {len(ids)} tokens cannot be kept.", f"give {MIN_REUSED} to {longest} tokens."
             )
         slots.memory.check_pin(len(ids) + PIN_TOKENS, slots.kept.pinned_rows)
         # A few tokens behind it, so that drafters read it too. A state would be behind them then, and cannot go back.

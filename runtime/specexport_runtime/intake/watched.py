@@ -7,7 +7,7 @@ from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
 
-MOST_S = 2.0  # of one call, by the clock; all rows of a round wait for it
+MAX_S = 2.0  # of one call, by the clock; all rows of a round wait for it
 _BRIEF = frozenset({"deep_copy", "get_error", "is_accepting", "is_error", "is_stopped"})
 
 
@@ -34,10 +34,10 @@ class Watched:
             if name in _BRIEF:
                 return method(*args)
             try:
-                return self._pool.submit(method, *args).result(MOST_S)
+                return self._pool.submit(method, *args).result(MAX_S)
             except TimeoutError:
                 self._is_given_up = True
         raise InvalidRequestError(
-            f"the grammar cannot be followed: a token takes more than {MOST_S:g} seconds.",
+            f"the grammar cannot be followed: a token takes more than {MAX_S:g} seconds.",
             "give a simpler schema or grammar.",
         )

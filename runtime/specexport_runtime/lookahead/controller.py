@@ -138,7 +138,7 @@ class Controller:
         asks = [ask for ask in stage.asks if ask.count and not ask.is_probe and ask.req.tree_size]
         if not asks or now.is_shorter:
             return
-        most = trees.MOST_BESIDE * sum([ask.count for ask in asks])
+        most = trees.MAX_BESIDE * sum([ask.count for ask in asks])
         spent = stage.draft_seconds([ask.count for ask in stage.asks])
         seconds = [target + spent for target in now.verify(most)]
         found = []
@@ -167,7 +167,7 @@ class Controller:
         """Branches beside a token that are looked at: if one could be worth its test, and now and then."""
         likeliest = trees.Candidate(trees.best_beside(memory.drafter.branches.failure_rates), 0, 0)
         worth = trees.worth_testing([likeliest], self._round.expected, seconds)
-        return (trees.MOST_BESIDE,) if worth or self._round.number % trees.LOOKED_EVERY == 0 else ()
+        return (trees.MAX_BESIDE,) if worth or self._round.number % trees.LOOKED_EVERY == 0 else ()
 
     def branched(self, requests: "Sequence[Request]", proposals: Sequence[Proposal]) -> list[Proposal]:
         """Drafts with the branches worth their tests; all that were drawn stay, and all of requests not adaptive."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specexport_runtime.requests.request import Request
 
 # Recorded drafts have no branches; that these find those that pay is judged by test_adaptive_trees.py.
-MOST_BESIDE = 3
+MAX_BESIDE = 3
 """Branches beside one token that are looked at."""
 LOOKED_EVERY = 16
 """Rounds after which branches are looked for where none has paid."""
@@ -38,7 +38,7 @@ def slot_of(branch: Branch, elder: int = 0) -> int:
     """What a branch's chance goes by; ``elder`` of its siblings were drawn before it, besides the draft's own token."""
     if branch.distribution is None and branch.ratio is not None:
         return bisect_right(_RATIOS, branch.ratio)
-    return len(_RATIOS) + 1 + min(elder, MOST_BESIDE - 1)
+    return len(_RATIOS) + 1 + min(elder, MAX_BESIDE - 1)
 
 
 def best_beside(misses: Sequence[float]) -> float:
@@ -102,7 +102,7 @@ def drawn_beside(reach: Sequence[float], misses: Sequence[float]) -> list[tuple[
     found = []
     for depth, passed in enumerate(reach):
         left = (reach[depth - 1] if depth else 1.0) - passed
-        for elder in range(MOST_BESIDE):
+        for elder in range(MAX_BESIDE):
             miss = misses[len(_RATIOS) + 1 + elder]
             found.append((left * (1.0 - miss), depth))
             left *= miss

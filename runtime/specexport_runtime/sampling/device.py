@@ -16,7 +16,7 @@ from specexport_runtime.sampling.distribution import Distribution, HostDistribut
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sampling.truncation import cut_softmax, truncated_softmax
 
-_MOST_FLAT, _FETCHED = 4, 128  # so many flat rows more than others, and the next come whole
+_MAX_FLAT, _FETCHED = 4, 128  # so many flat rows more than others, and the next come whole
 
 
 def row_rule(params: SamplingParams, width: int) -> RowRule:
@@ -130,8 +130,8 @@ class FlatRows:
             self._flat -= self._flat > 0
             return
         self._flat += 1
-        if self._flat == _MOST_FLAT:
-            self._flat, self._to_fetch = _MOST_FLAT // 2, _FETCHED
+        if self._flat == _MAX_FLAT:
+            self._flat, self._to_fetch = _MAX_FLAT // 2, _FETCHED
 
     def fetches_next(self) -> bool:
         """Whether the next row comes whole."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from specexport_runtime.async_engine import MOST_AT_A_TIME, AsyncRequest, AsyncSpecEngine, Lane
+from specexport_runtime.async_engine import MAX_AT_A_TIME, AsyncRequest, AsyncSpecEngine, Lane
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.requests.results import GenerationResult, StreamChunk, StreamPiece
 from specexport_runtime.server.answer_format import AnswerFormat, prompt_logprobs_json, prompt_pieces, usage_of
@@ -219,7 +219,7 @@ async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[News]]:
     if len(requests) == 1:
         async for chunks in requests[0].batches():
             yield [News(0, chunks)]
-            if len(chunks) == MOST_AT_A_TIME:
+            if len(chunks) == MAX_AT_A_TIME:
                 await asyncio.sleep(0)  # what a client did not read for long is not told of in one piece
         yield [News(0, [], ended=True)]
         return
@@ -236,7 +236,7 @@ async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[News]]:
     try:
         while left:
             batch = [await queue.get()]
-            while not queue.empty() and sum(len(news.chunks) for news in batch) < MOST_AT_A_TIME:
+            while not queue.empty() and sum(len(news.chunks) for news in batch) < MAX_AT_A_TIME:
                 batch.append(queue.get_nowait())
             left -= sum(news.ended for news in batch)
             yield batch

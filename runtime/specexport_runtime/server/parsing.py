@@ -11,7 +11,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from specexport_runtime.intake.drafting import MOST_NODES
+from specexport_runtime.intake.drafting import MAX_NODES
 from specexport_runtime.server.errors import ERROR_RESPONSES, ApiError, client_gone
 from specexport_runtime.server.protocol import MAX_STOP_CHARS, OFF
 
@@ -22,7 +22,7 @@ _WANTED = {
     "stop": f"must be a text or a list of up to 16 texts, none empty or longer than {MAX_STOP_CHARS} characters",
     "content": "must be a text or a list of parts that are text",
     "num_speculative_tokens": 'must be an integer of at least 1, or "auto"',
-    "tree_size": f'must be an integer from 0 to {MOST_NODES}, or "auto"',
+    "tree_size": f'must be an integer from 0 to {MAX_NODES}, or "auto"',
     "tool_choice": 'must be "none", "auto", "required", or {"type": "function", …} with the name of a function',
 }
 _FORMS = {"prompt", "stop", "num_speculative_tokens", "tree_size"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, create_model
 
-from specexport_runtime.intake.drafting import DRAFTERS, MOST_NODES
+from specexport_runtime.intake.drafting import DRAFTERS, MAX_NODES
 from specexport_runtime.intake.functions import MAX_FUNCTIONS, NAME_PATTERN
 from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.params import CUTS
@@ -110,7 +110,7 @@ class Speculative(Strict):
     num_speculative_tokens: Annotated[int, Field(ge=1, lt=2**31)] | Literal["auto"] | None = None
     drafter: Literal[DRAFTERS] | None = None  # type: ignore[valid-type]
     acceptance: Literal[tuple(RULES)] | None = None  # type: ignore[valid-type]
-    tree_size: Annotated[int, Field(ge=0, le=MOST_NODES)] | Literal["auto"] | None = None
+    tree_size: Annotated[int, Field(ge=0, le=MAX_NODES)] | Literal["auto"] | None = None
     reference: str | None = None
     token_origins: bool | None = None
     remember: bool | None = None

@@ -12,13 +12,13 @@ def ask(decoder, prompt, tokens=6, *, scope="", seed=0, plan=(), temperature=0.0
 
 
 def fed(decoder):
-    counts, execute = [], decoder.target.step
+    counts, execute = [], decoder.target.step_rows
 
     def step(first_row, work, *args):
         counts.extend(len(row.tokens) for row in work)
         return execute(first_row, work, *args)
 
-    decoder.target.step = step
+    decoder.target.step_rows = step
     return counts
 
 
@@ -33,7 +33,7 @@ def check_conversation(make_decoder, prompt, temperature=0.0):
             found[reuse].append(seq)
             if reuse and turn:
                 assert seq.stats.cached_tokens == len(text) - 5  # what came since, and the last token of the answer
-                assert sum(counts) <= 5 + 5 * seq.stats.rounds
+                assert 0 < sum(counts) <= 5 + 5 * seq.stats.rounds
             text = [*seq.tokens, 3, 1, 4, 1]
     texts, anew = (
         [(seq.output, seq.stats.accepted_lengths, seq.stats.drafted) for seq in each] for each in found.values()

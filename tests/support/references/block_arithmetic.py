@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from specexport.passes import block_format as blocks
 
-_MOST_FACTOR = 16  # of a block's activations: a level times it, and it times a sum of 16 codes, fit in 16 bits
+_MAX_FACTOR = 16  # of a block's activations: a level times it, and it times a sum of 16 codes, fit in 16 bits
 _SMALLEST = np.float32(2.0**-116)  # activations that are all below it count as zeros: 127 * 16 / x would be infinite
 
 
@@ -24,10 +24,10 @@ def quantize_activations(x: np.ndarray, format: str = "") -> tuple[np.ndarray, n
 def quantize_levels(x: np.ndarray) -> tuple[npt.NDArray[np.float32], np.ndarray, np.ndarray]:
     """Units float32, factors int32 [T, blocks] and codes int32 [T, blocks * 32]: x = unit * factor * code."""
     parts, largest = _largest(x, blocks._SUPER)
-    unit, inverse = _steps(largest.max(axis=2), np.float32(127 * _MOST_FACTOR))
+    unit, inverse = _steps(largest.max(axis=2), np.float32(127 * _MAX_FACTOR))
     with np.errstate(invalid="ignore", over="ignore"):
         wanted = np.where(inverse[..., None] != 0, largest * inverse[..., None] / np.float32(127), np.float32(0))
-    factors = np.clip(np.ceil(wanted), 1, _MOST_FACTOR).astype(np.int32)
+    factors = np.clip(np.ceil(wanted), 1, _MAX_FACTOR).astype(np.int32)
     steps = inverse[..., None] / factors.astype(np.float32)
     codes = np.rint(np.where(steps[..., None] != 0, parts, np.float32(0)) * steps[..., None]).astype(np.int32)
     units = np.broadcast_to(unit[..., None], factors.shape)
