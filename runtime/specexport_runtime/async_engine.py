@@ -166,22 +166,22 @@ class ChunkIterator(AsyncIterator[T], Generic[T]):
         self._request.cancel()  # takes no lock: the garbage collector may run in any thread
 
 
-class Courier:
+class ChunkListener:
     """The listener of a request: all that the decoding thread knows of it.
 
     It forgets the request at the end, so that a request and its handle are freed as soon as no reference is left.
     """
 
-    def __init__(self, request: AsyncRequest, mailbox: "Mailbox") -> None:
+    def __init__(self, request: AsyncRequest, queue: "EventLoopQueue") -> None:
         self._request: AsyncRequest | None = request
-        self._mailbox = mailbox
+        self._loop_queue = queue
 
     def on_chunk(self, chunk: StreamChunk) -> None:
         """Hand a chunk over to the event loop; raises if that was closed, which ends the request."""
         if self._request is None or not self._request.keeps:
-            self._mailbox.check()
+            self._loop_queue.check()
         else:
-            self._mailbox.put(self._request, chunk)
+            self._loop_queue.put(self._request, chunk)
 
     def on_done(self, handle: RequestHandle) -> None:
         """Hand the end over to the event loop, if that was not closed."""
@@ -189,10 +189,10 @@ class Courier:
         if request is not None:
             request.handle = handle
             with suppress(RuntimeError):
-                self._mailbox.put(request, None)
+                self._loop_queue.put(request, None)
 
 
-class Mailbox:
+class EventLoopQueue:
     """Carries chunks from the decoding thread to the running event loop, waking it once for all that came meanwhile."""
 
     def __init__(self) -> None:
@@ -274,7 +274,7 @@ class AsyncSpecEngine:
         self.engine = engine
         self.max_waiting = max_waiting
         self.max_requests_per_owner = max_requests_per_owner
-        self._mailbox = Mailbox()
+        self._loop_queue = EventLoopQueue()
         self._active: set[AsyncRequest] = set()
         self._held: Counter[str] = Counter()
         self._idle = asyncio.Event()
@@ -501,7 +501,7 @@ class AsyncSpecEngine:
         return None if self.max_waiting is None else self.engine.max_num_seqs + self.max_waiting
 
     def _check_room(self, count: int, owners: Mapping[str, int]) -> None:
-        if asyncio.get_running_loop() is not self._mailbox.loop:
+        if asyncio.get_running_loop() is not self._loop_queue.loop:
             raise SpecexportError(
                 "this AsyncSpecEngine belongs to another event loop.", "make one in each; they may share a SpecEngine."
             )
@@ -528,7 +528,7 @@ class AsyncSpecEngine:
 
     def _queue(self, requests: Sequence[RequestSpec], taken: Sequence[AsyncRequest]) -> None:
         """Check and queue; in any thread."""
-        handles = self.engine.submit_all(requests, [Courier(request, self._mailbox) for request in taken])
+        handles = self.engine.submit_all(requests, [ChunkListener(request, self._loop_queue) for request in taken])
         for request, handle in zip(taken, handles, strict=True):
             request.attach(handle)
 

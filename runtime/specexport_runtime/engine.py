@@ -58,15 +58,15 @@ class SpecEngine(PromptEncoder):
         self._release_lock, self._released = threading.Lock(), False
 
     def __repr__(self) -> str:
-        abilities = self._builder.abilities
-        usable = [name for name in abilities.drafters if name not in abilities.obstacles]
+        capabilities = self._builder.capabilities
+        usable = [name for name in capabilities.drafters if name not in capabilities.obstacles]
         rows = f"max_num_seqs={self.max_num_seqs}, max_model_len={self.max_model_len}"
         return f"SpecEngine({self.name!r}, {rows}, K<={self.lookahead}, drafters={', '.join(usable)})"
 
     @property
     def drafters(self) -> tuple[str, ...]:
         """What requests may name as their drafter; some may have an obstacle, see :meth:`resolve_drafting`."""
-        return self._builder.abilities.names
+        return self._builder.capabilities.names
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ class SpecEngine(PromptEncoder):
         Raises:
             InvalidRequestError: the engine cannot do that.
         """
-        return resolve_draft_plan(options, self._builder.abilities, self._builder.defaults)
+        return resolve_draft_plan(options, self._builder.capabilities, self._builder.defaults)
 
     def submit(
         self,

@@ -20,7 +20,7 @@ from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.executors.open import backend_of, backends_with
 from specexport_runtime.intake.builder import RequestBuilder
-from specexport_runtime.intake.drafting import Abilities, DraftDefaults
+from specexport_runtime.intake.drafting import Capabilities, DraftDefaults
 from specexport_runtime.intake.grammars import GrammarCompiler
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.lookahead.draft_cost import WeighedDrafter
@@ -173,10 +173,10 @@ def describe_abilities(
     lookahead: int,  # largest K
     target: Executor,
     weighed: Mapping[str, WeighedDrafter] | None = None,  # see :func:`weigh_drafters`
-) -> Abilities:
+) -> Capabilities:
     """What requests may ask of an engine."""
     obstacles = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
-    return Abilities(
+    return Capabilities(
         {name: kind.traits for name, kind in KINDS.items()} | {name: each.traits for name, each in drafters.items()},
         {name: obstacle for name, obstacle in obstacles.items() if obstacle is not None},
         lookahead,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_TEXTS = 32
 """More prompts tell little more, and each choice decodes all of them."""
-_DRAFTED, _MOST_LOOKAHEAD = 4, 8  # draft tokens that are tested a round, and the longest K that is weighed
+_DRAFTED, _MAX_K = 4, 8  # draft tokens that are tested a round, and the longest K that is weighed
 _TAKEN = (
     *("search_layers", "bundles", "files", "num_prompts", "domains", "max_tokens", "temperature", "ignore_eos", "seed"),
     *("num_threads", "spin", "max_model_len", "max_num_batched_tokens", "lora", "json_file", "quiet"),
@@ -141,7 +141,7 @@ class _Trial:
 
     def judge(self, mask: BoolArray) -> LayerSelection:
         """What is expected of a choice of parts."""
-        engine, longest = self._engine, min(self._engine.lookahead, _MOST_LOOKAHEAD)
+        engine, longest = self._engine, min(self._engine.lookahead, _MAX_K)
         self.num_tried += 1
         self._report(f"{self.num_tried} choices of layers")
         mixers, mlps = (tuple(np.flatnonzero(~part).tolist()) for part in (mask[::2], mask[1::2]))

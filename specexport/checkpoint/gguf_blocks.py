@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.passes.block_format import BOOKS
-from specexport.passes.block_weight import BlockForm, Blocks, Spread, Stored
+from specexport.passes.block_weight import BlockForm, Blocks, ScaleLayout, Stored
 from specexport_runtime.executors.base import Float32Array
 
 Bytes = npt.NDArray[np.uint8]
@@ -27,7 +27,7 @@ class Format(NamedTuple):
     num_values: int  # weights of a stored block
     # Stored blocks [m, num_bytes] to codes [m, num_values], and what scales and offsets are made of
     decode: Callable[[Bytes], tuple[np.ndarray, Stored]]
-    spread: Spread  # how scales and offsets are made of that
+    spread: ScaleLayout  # how scales and offsets are made of that
 
     def read(self, rows: Bytes) -> Blocks:
         """Decode rows [n, bytes of a row]."""
@@ -55,7 +55,7 @@ class Format(NamedTuple):
 
 
 def _worth(stored: Stored, shift: int) -> tuple[Float32Array, Float32Array | None]:
-    """float32 scales and offsets [m, n] of what is stored; see ``Spread``."""
+    """float32 scales and offsets [m, n] of what is stored; see ``ScaleLayout``."""
     scales, least = _terms(stored)
     return scales, None if least is None else np.float32(shift) * scales + least
 
@@ -182,23 +182,23 @@ def _mxfp4(stored: Bytes) -> tuple[np.ndarray, Stored]:
     return _from_book("fp4", stored[:, 1:]), Stored(np.ldexp(np.float32(1), stored[:, :1].astype(np.int32) - 128))
 
 
-def _two_levels(shift: int) -> Spread:
-    return Spread(_SUPER, levels=True, minima=True, shift=shift)
+def _two_levels(shift: int) -> ScaleLayout:
+    return ScaleLayout(_SUPER, levels=True, minima=True, shift=shift)
 
 
 FORMATS = {
-    "Q4_0": Format(BlockForm(4, 32, has_offsets=False), 18, 32, _q4_0, Spread(32)),
-    "Q4_1": Format(BlockForm(4, 32, has_offsets=True), 20, 32, _q4_1, Spread(32, shift=8)),
-    "Q5_0": Format(BlockForm(8, 32, has_offsets=False), 22, 32, _q5_0, Spread(32)),
-    "Q5_1": Format(BlockForm(8, 32, has_offsets=True), 24, 32, _q5_1, Spread(32, shift=16)),
-    "Q8_0": Format(BlockForm(8, 32, has_offsets=False), 34, 32, _q8_0, Spread(32)),
+    "Q4_0": Format(BlockForm(4, 32, has_offsets=False), 18, 32, _q4_0, ScaleLayout(32)),
+    "Q4_1": Format(BlockForm(4, 32, has_offsets=True), 20, 32, _q4_1, ScaleLayout(32, shift=8)),
+    "Q5_0": Format(BlockForm(8, 32, has_offsets=False), 22, 32, _q5_0, ScaleLayout(32)),
+    "Q5_1": Format(BlockForm(8, 32, has_offsets=True), 24, 32, _q5_1, ScaleLayout(32, shift=16)),
+    "Q8_0": Format(BlockForm(8, 32, has_offsets=False), 34, 32, _q8_0, ScaleLayout(32)),
     "Q2_K": Format(BlockForm(4, 16, has_offsets=True), 84, _SUPER, _q2_k, _two_levels(2)),
-    "Q3_K": Format(BlockForm(4, 16, has_offsets=False), 110, _SUPER, _q3_k, Spread(_SUPER, levels=True)),
+    "Q3_K": Format(BlockForm(4, 16, has_offsets=False), 110, _SUPER, _q3_k, ScaleLayout(_SUPER, levels=True)),
     "Q4_K": Format(BlockForm(4, 32, has_offsets=True), 144, _SUPER, _q4_k, _two_levels(8)),
     "Q5_K": Format(BlockForm(8, 32, has_offsets=True), 176, _SUPER, _q5_k, _two_levels(16)),
-    "Q6_K": Format(BlockForm(8, 16, has_offsets=False), 210, _SUPER, _q6_k, Spread(_SUPER, levels=True)),
-    "IQ4_NL": Format(BlockForm(8, 32, has_offsets=False), 18, 32, _iq4_nl, Spread(32)),
-    "MXFP4": Format(BlockForm(8, 32, has_offsets=False), 17, 32, _mxfp4, Spread(32, powers=True)),
-    "IQ4_XS": Format(BlockForm(8, 32, has_offsets=False), 136, _SUPER, _iq4_xs, Spread(_SUPER, levels=True)),
+    "Q6_K": Format(BlockForm(8, 16, has_offsets=False), 210, _SUPER, _q6_k, ScaleLayout(_SUPER, levels=True)),
+    "IQ4_NL": Format(BlockForm(8, 32, has_offsets=False), 18, 32, _iq4_nl, ScaleLayout(32)),
+    "MXFP4": Format(BlockForm(8, 32, has_offsets=False), 17, 32, _mxfp4, ScaleLayout(32, powers=True)),
+    "IQ4_XS": Format(BlockForm(8, 32, has_offsets=False), 136, _SUPER, _iq4_xs, ScaleLayout(_SUPER, levels=True)),
 }
 """By ggml's name. All are exact up to the rounding of float32: no value is rounded to another integer."""

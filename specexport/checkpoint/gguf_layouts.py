@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specexport.checkpoint.gguf_reader import architecture
 from specexport.checkpoint.gguf_rows import Conversion, JoinedRows, Rows, find_stacks, tensor_shape
-from specexport.checkpoint.gguf_settings import Said, deepseek, gemma, glm, mimo, qwen_next
+from specexport.checkpoint.gguf_settings import GgufMetadata, deepseek, gemma, glm, mimo, qwen_next
 from specexport_runtime.executors.base import Float32Array
 
 
@@ -32,7 +32,7 @@ class Joined(NamedTuple):
 class GgufLayout(NamedTuple):
     """How a file of an architecture has a model of transformers."""
 
-    settings: Callable[[Said], dict[str, Any]]  # of the model's kind
+    settings: Callable[[GgufMetadata], dict[str, Any]]  # of the model's kind
     names: Mapping[str, str]  # of modules of a layer, or of parameters, by what the file calls them within a block
     changes: Mapping[str, Callable[[Float32Array], Float32Array]] = {}  # by the file's name
     joined: Mapping[str, Joined] = {}  # by the module's name
@@ -124,7 +124,7 @@ LAYOUTS = {
 
 def settings_of(reader: Any) -> dict[str, Any]:
     """The configuration of a file's target, but for scaled positions; raises as what it says demands."""
-    return LAYOUTS[architecture(reader)].settings(Said(reader))
+    return LAYOUTS[architecture(reader)].settings(GgufMetadata(reader))
 
 
 def name_within(names: Mapping[str, str], rest: str) -> str | None:

@@ -34,7 +34,7 @@ Stored = npt.NDArray[np.uint8]
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
-class Stack(NamedTuple):
+class StackedExperts(NamedTuple):
     """What a parameter of all experts of a layer is made of."""
 
     names: tuple[str, ...]  # of the file's tensors, [E, N, K] each, or [E, N] of biases
@@ -62,7 +62,7 @@ def holds_experts(reader: Any) -> bool:
     return reader is not None and any(_OF_EXPERTS.fullmatch(tensor.name) for tensor in reader.tensors)
 
 
-def find_stacks(reader: Any, model: Any) -> dict[str, Stack]:
+def find_stacks(reader: Any, model: Any) -> dict[str, StackedExperts]:
     """The parameters of a model that a file's experts make, by name."""
     there, found = {tensor.name for tensor in reader.tensors}, {}
     for name in model.state_dict():
@@ -77,7 +77,7 @@ def find_stacks(reader: Any, model: Any) -> dict[str, Stack]:
             names = tuple(f"blk.{match['layer']}.{part}.{kind}" for part in parts)
             in_turn = match["part"] == "gate_up" and not module.is_concatenated
             if there.issuperset(names) and len(names) > in_turn:
-                found[name] = Stack(names, in_turn, module.is_transposed and not match["bias"])
+                found[name] = StackedExperts(names, in_turn, module.is_transposed and not match["bias"])
     return found
 
 
@@ -118,7 +118,7 @@ class Conversion:
         # Names of the model's weights by those of the file. A parameter that is no layer's weight has no ending, and
         # the file's tensor has one.
         self.names = {name if name in there else f"{name}.weight": found for name, found in names.items()}
-        self.stacks: dict[str, Stack] = find_stacks(reader, model)  # by the name of the parameter
+        self.stacks: dict[str, StackedExperts] = find_stacks(reader, model)  # by the name of the parameter
         for stack in self.stacks.values():
             for name in stack.names:
                 self.names.pop(name, None)
@@ -267,7 +267,7 @@ def joined_rows(
 
 
 def stacked_rows(
-    files: Mapping[str, WatchedFile], tensors: Mapping[str, Any], stack: Stack, dtype: torch.dtype
+    files: Mapping[str, WatchedFile], tensors: Mapping[str, Any], stack: StackedExperts, dtype: torch.dtype
 ) -> Callable[[int, int], Tensor]:
     """Reads experts of a parameter as floats, from files and tensors by name; see ``StoredWeight.rows``."""
     shapes = [tensor_shape(tensors[name]) for name in stack.names]
@@ -281,7 +281,7 @@ def stacked_rows(
     return rows
 
 
-def stacked_shape(tensors: Mapping[str, Any], stack: Stack) -> tuple[int, ...]:
+def stacked_shape(tensors: Mapping[str, Any], stack: StackedExperts) -> tuple[int, ...]:
     """Sizes of a parameter."""
     experts, rows, *depth = tensor_shape(tensors[stack.names[0]])
     rows *= len(stack.names)

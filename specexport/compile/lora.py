@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from specexport.passes.low_rank import Adapter
 
 
-class BoundAdapters(NamedTuple):
+class LoadedAdapters(NamedTuple):
     """The adapters of a loaded target."""
 
     all: "tuple[LoraAdapter, ...]" = ()
@@ -28,10 +28,10 @@ def find_adapters(recipe: BuildRecipe) -> "tuple[LoraSource, ...]":
     return tuple(find_adapter(name, folder) for name, folder in recipe.lora)
 
 
-def bind_adapters(checkpoint: Any, sources: "Sequence[LoraSource]", *, merge: bool) -> BoundAdapters:
+def bind_adapters(checkpoint: Any, sources: "Sequence[LoraSource]", *, merge: bool) -> LoadedAdapters:
     """Fit adapters to a loaded checkpoint; ``merge`` adds them to its weights. CheckpointError if one cannot."""
     if not sources:
-        return BoundAdapters()
+        return LoadedAdapters()
     from specexport.checkpoint.lora import find_adapter
     from specexport.checkpoint.lora_fit import low_ranks, merge_adapter, read_adapter
 
@@ -42,8 +42,8 @@ def bind_adapters(checkpoint: Any, sources: "Sequence[LoraSource]", *, merge: bo
     if merge:
         for adapter in adapters:
             merge_adapter(checkpoint, adapter)
-        return BoundAdapters(adapters)
-    return BoundAdapters(adapters, adapters, tuple(map(low_ranks, adapters)))
+        return LoadedAdapters(adapters)
+    return LoadedAdapters(adapters, adapters, tuple(map(low_ranks, adapters)))
 
 
 def describe_adapters(adapters: "Sequence[LoraAdapter]", *, chosen: bool) -> tuple[AdapterEntry, ...]:

@@ -22,7 +22,7 @@ from specexport.compare import relative_error
 from specexport.compile.closeness import mean_divergence
 from specexport.debug.capture import CapturedStep
 from specexport.debug.graph import IN, NUDGE, EngineGraph, Tensors, cut_graph, nudge_graph
-from specexport.debug.points import TensorPair, pair_points
+from specexport.debug.points import TensorPair, match_tensors
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.bundle.opened import Bundle
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
@@ -81,7 +81,7 @@ def compare_graphs(
     on_layer: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
     """Compare two graphs of a model in one step."""
-    pairs = pair_points(reference, other, same_names=same_names)
+    pairs = match_tensors(reference, other, same_names=same_names)
     if not any(pair.reference.key[0] != "name" for pair in pairs):
         raise CheckFailedError("the two graphs have no layer in common.")
     _check_layers(layers, pairs)

@@ -34,7 +34,7 @@ _NUMBERED = re.compile(r"^(val|node)_")  # numbered anew by whatever makes them
 Key = tuple[str, ...]
 
 
-class Point(NamedTuple):
+class NamedTensor(NamedTuple):
     """One tensor of a graph."""
 
     key: Key  # what it is, the same in every graph of the model
@@ -48,7 +48,7 @@ class Point(NamedTuple):
 class TensorPair(NamedTuple):
     """A tensor of the reference graph, and the same of the graph that is looked at."""
 
-    reference: Point
+    reference: NamedTensor
     name: str
 
     @property
@@ -57,7 +57,7 @@ class TensorPair(NamedTuple):
         return self.reference.label
 
 
-def pair_points(reference: EngineGraph, other: EngineGraph, *, same_names: bool) -> list[TensorPair]:
+def match_tensors(reference: EngineGraph, other: EngineGraph, *, same_names: bool) -> list[TensorPair]:
     """The tensors that two graphs of a model have in common, in the order of the reference graph; logits come last."""
     if same_names:  # only one of the graphs may have gates to tell its stream by
         streams = reference.streams | other.streams
@@ -76,7 +76,7 @@ def pair_points(reference: EngineGraph, other: EngineGraph, *, same_names: bool)
     return [TensorPair(point, second[point.key].name) for point in _numbered(list(once.values()), labels)]
 
 
-def find_points(source: EngineGraph) -> dict[Key, Point]:
+def find_points(source: EngineGraph) -> dict[Key, NamedTensor]:
     """Linear layers, experts, attention and the residual stream of a graph."""
     graph = source.model.graph
     packs = _packs(graph)
@@ -84,15 +84,15 @@ def find_points(source: EngineGraph) -> dict[Key, Point]:
     names = values_by_name(source.model)
     for layer, node in enumerate(cache_writers(graph)):
         label = f"layers.{layer}.attention"
-        found.append(Point(("attention", str(layer)), label, "attention", str(node.outputs[0].name), layer))
+        found.append(NamedTensor(("attention", str(layer)), label, "attention", str(node.outputs[0].name), layer))
     for (layer, part), name in source.streams.items():
         label = f"layers.{layer}.residual.{part}"
         if name in names:
-            found.append(Point(("residual", str(layer), part), label, "residual", name, layer))
+            found.append(NamedTensor(("residual", str(layer), part), label, "residual", name, layer))
     return {point.key: point for point in found if point.name}
 
 
-def _embeddings(graph: ir.Graph) -> Iterator[Point]:
+def _embeddings(graph: ir.Graph) -> Iterator[NamedTensor]:
     """What is looked up by token id, as floats."""
     count = 0
     for node in graph:
@@ -102,11 +102,11 @@ def _embeddings(graph: ir.Graph) -> Iterator[Point]:
             continue
         value = node.outputs[0]
         name = "embedding" if not count else f"embedding.{count}"
-        yield Point(("embedding", str(count)), name, "embedding", str(value.name), None)
+        yield NamedTensor(("embedding", str(count)), name, "embedding", str(value.name), None)
         count += 1
 
 
-def _linears(graph: ir.Graph, packs: dict[str, list[str]]) -> Iterator[Point]:
+def _linears(graph: ir.Graph, packs: dict[str, list[str]]) -> Iterator[NamedTensor]:
     initializers = graph.initializers
     for node in graph:
         if node.op_type not in _PRODUCTS:
@@ -121,20 +121,20 @@ def _linears(graph: ir.Graph, packs: dict[str, list[str]]) -> Iterator[Point]:
         label = _label([base, *(packs.get(base, [base, "others"])[1:] if packed else [])])
         bias = ("bias",) if has_bias else ()
         key = (kind, base, *bias)
-        yield Point(key, label, "linear", str(end.name), _layer_of(base))
+        yield NamedTensor(key, label, "linear", str(end.name), _layer_of(base))
         for name in parts:
             part = next((str(use.name) for use in _parts(end) if _base(str(use.name))[0] == name), None)
             if part is not None:
-                yield Point(("linear", name, *bias), name, "linear", part, _layer_of(name), key)
+                yield NamedTensor(("linear", name, *bias), name, "linear", part, _layer_of(name), key)
 
 
-def _experts(graph: ir.Graph) -> Iterator[Point]:
+def _experts(graph: ir.Graph) -> Iterator[NamedTensor]:
     """What all experts of a layer give together; products within are no tensors."""
     for node in graph:
         down = node.inputs[5] if node.op_type == BLOCK_EXPERTS else None
         if down is not None:
             name = _base(str(down.name))[0].rpartition(".")[0]
-            yield Point(("experts", name), name, "experts", str(node.outputs[0].name), _layer_of(name))
+            yield NamedTensor(("experts", name), name, "experts", str(node.outputs[0].name), _layer_of(name))
 
 
 def _base(weight: str) -> tuple[str, bool]:
@@ -190,17 +190,17 @@ def _layer_of(name: str) -> int | None:
 
 
 def _with_names(
-    reference: EngineGraph, other: EngineGraph, first: dict[Key, Point], second: dict[Key, Point]
-) -> tuple[dict[Key, Point], dict[Key, Point]]:
+    reference: EngineGraph, other: EngineGraph, first: dict[Key, NamedTensor], second: dict[Key, NamedTensor]
+) -> tuple[dict[Key, NamedTensor], dict[Key, NamedTensor]]:
     """The points of both graphs with the tensors that have one name and one operator in both."""
     nodes = [_givers(graph.model.graph) for graph in (reference, other)]
     taken = [{point.name for point in points.values()} for points in (first, second)]
-    added: dict[Key, Point] = {}
+    added: dict[Key, NamedTensor] = {}
     for name, node in nodes[0].items():
         twin = nodes[1].get(name)
         if twin is None or twin.op_type != node.op_type or any(name in names for names in taken):
             continue
-        added["name", name] = Point(("name", name), name, node.op_type, name, None)
+        added["name", name] = NamedTensor(("name", name), name, node.op_type, name, None)
     return first | added, second | added
 
 
@@ -216,9 +216,9 @@ def _givers(graph: ir.Graph) -> dict[str, ir.Node]:
     return found
 
 
-def _numbered(points: list[Point], labels: dict[Key, str]) -> list[Point]:
+def _numbered(points: list[NamedTensor], labels: dict[Key, str]) -> list[NamedTensor]:
     """The points with their labels; one that is known by its name alone belongs to the layer of the next known one."""
-    placed: list[Point] = []
+    placed: list[NamedTensor] = []
     layer: Any = None
     for point in reversed(points):
         if point.key[0] != "name":

@@ -100,7 +100,7 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
     _require_packages(options)
     from specexport.debug.capture import capture_step
     from specexport.debug.compare import compare_engines, compare_graphs
-    from specexport.debug.points import pair_points
+    from specexport.debug.points import match_tensors
     from specexport.debug.save import save_graphs
     from specexport_runtime.bundle.opened import load_bundle
     from specexport_runtime.machine import available_cores
@@ -133,7 +133,7 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
     same_names = all(manifest.tools.get(name) == other_manifest.tools.get(name) for name in _TRACING)
     if options.save is not None and graphs is not None:
         with clock.stage("save"):
-            pairs = pair_points(*graphs, same_names=same_names)
+            pairs = match_tensors(*graphs, same_names=same_names)
             names = [pair.reference.name for pair in pairs], [pair.name for pair in pairs]
             saved = dict(zip(("reference", "debugged"), zip(graphs, names, strict=True), strict=True))
             save_graphs(options.save, saved, step)

@@ -19,7 +19,7 @@ _NEW_DRIVER = f"install NVIDIA driver {OLDEST_DRIVER} or newer."
 _OTHER_WAY = "build bundles with --backend {} for this GPU."
 
 
-class Card(NamedTuple):
+class SmiGpu(NamedTuple):
     """What ``nvidia-smi`` says of a GPU."""
 
     name: str
@@ -45,7 +45,7 @@ def examine_gpu() -> Iterator[Finding]:
         why = "there is no nvidia-smi" if lines is None else "nvidia-smi lists none"
         yield Finding("gpu", "note", f"no GPU ({why}); bundles for one can be built here, not run")
         return
-    cards = [Card(*(part.strip() for part in line.rsplit(",", 3))) for line in lines]
+    cards = [SmiGpu(*(part.strip() for part in line.rsplit(",", 3))) for line in lines]
     yield Finding("gpu", "ok", "; ".join(f"{card.name}, {card.memory}, sm{card.sm}" for card in cards))
     yield _driver(cards[0].driver)
     yield _ort_cuda(cards[0])
@@ -63,7 +63,7 @@ def _driver(installed: str) -> Finding:
     return Finding("driver", "missing", found, _NEW_DRIVER)
 
 
-def _ort_cuda(card: Card) -> Finding:
+def _ort_cuda(card: SmiGpu) -> Finding:
     """Whether ONNX Runtime computes on the GPU, by one step."""
     try:
         import onnxruntime as ort

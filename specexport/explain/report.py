@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from specexport.explain.summary import Summary, Way
+from specexport.explain.summary import DrafterSummary, Summary
 from specexport.report import Column, format_number, terminal_table
 from specexport_runtime.cli.output import format_rounds
 from specexport_runtime.requests.records import RoundTrace
@@ -171,7 +171,7 @@ def _count_line(summary: Summary) -> str:
     )
 
 
-def _way_line(way: Way) -> str:
+def _way_line(way: DrafterSummary) -> str:
     """How often a way was taken and turned down, in tokens a second."""
     line = f"{way.drafter or 'Plain decoding'}: taken in {format_rounds(way.taken)}"
     if way.real is not None:

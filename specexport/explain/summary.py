@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from specexport_runtime.requests.layer_choice import LayerChoice
 
 
-class Way(NamedTuple):
+class DrafterSummary(NamedTuple):
     """How one way to go on, a drafter or plain decoding, fared in a trace."""
 
     drafter: str  # empty for plain decoding
@@ -42,7 +42,7 @@ class Summary(NamedTuple):
     reasons: dict[str, int]  # why K was what it was, and how often
     positions: dict[str, list[Position]]  # tests of each draft position, by drafter
     verdicts: list[LookaheadVerdict]  # one for each drafter that drafted; empty without cost curves
-    ways: list[Way]  # one for each drafter, or plain decoding, that was taken or weighed
+    ways: list[DrafterSummary]  # one for each drafter, or plain decoding, that was taken or weighed
 
     @property
     def saved_milliseconds(self) -> float | None:
@@ -60,7 +60,7 @@ class Summary(NamedTuple):
         }
 
 
-def compare_ways(trace: Sequence[RoundTrace]) -> list[Way]:
+def compare_ways(trace: Sequence[RoundTrace]) -> list[DrafterSummary]:
     """What each drafter and plain decoding (rounds without a draft) promised in a trace, and what was given."""
     taken = [r.drafter if r.drafted else "" for r in trace]
     weighed = [each.drafter for r in trace for each in r.promised]
@@ -69,7 +69,7 @@ def compare_ways(trace: Sequence[RoundTrace]) -> list[Way]:
         own = [r for r, way in zip(trace, taken, strict=True) if way == name]
         others = [(each, r.taken) for r in trace for each in r.turned_down if each.drafter == name]
         ways.append(
-            Way(
+            DrafterSummary(
                 drafter=name,
                 taken=len(own),
                 promised=_mean([r.taken.tokens_per_second for r in own if r.taken is not None]),

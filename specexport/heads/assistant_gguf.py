@@ -7,7 +7,7 @@ import torch
 
 from specexport.checkpoint.gguf_layouts import GEMMA_NAMES, name_within
 from specexport.checkpoint.gguf_reader import architecture, open_reader
-from specexport.checkpoint.gguf_settings import Said, gemma
+from specexport.checkpoint.gguf_settings import GgufMetadata, gemma
 from specexport.checkpoint.source import Source
 from specexport.heads.files import HeadFiles
 from specexport_runtime.errors import CheckpointError
@@ -43,9 +43,9 @@ def is_assistant(source: Source) -> bool:
 def open_gguf_assistant(source: Source) -> HeadFiles:
     """What its folder would say, and its tensors; CheckpointError for a file that does not say its settings."""
     reader = open_reader(source)
-    said = Said(reader)
+    metadata = GgufMetadata(reader)
     try:
-        text = gemma(said) | {"num_hidden_layers": said("block_count")}
+        text = gemma(metadata) | {"num_hidden_layers": metadata("block_count")}
     except (TypeError, ValueError, IndexError) as error:  # values of other types than they should have
         raise CheckpointError(
             f"{source.name}: its settings cannot be read ({type(error).__name__}: {error}).",
@@ -54,7 +54,7 @@ def open_gguf_assistant(source: Source) -> HeadFiles:
     values = {
         "model_type": "gemma4_assistant",
         "text_config": text,
-        "backbone_hidden_size": said("embedding_length_out"),
+        "backbone_hidden_size": metadata("embedding_length_out"),
         "use_ordered_embeddings": False,  # converters leave the groups out
     }
     found = {}
@@ -66,5 +66,5 @@ def open_gguf_assistant(source: Source) -> HeadFiles:
             name = own and f"layers.{block}.{own}"
         if name is not None:
             found[name] = tensor
-    shapes = {name: said.there[tensor.name] for name, tensor in found.items()}
+    shapes = {name: metadata.there[tensor.name] for name, tensor in found.items()}
     return _GgufAssistant(source.name, values, shapes, {}, found)

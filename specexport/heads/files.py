@@ -35,7 +35,7 @@ class HeadFiles:
             return file.get_tensor(key)
 
 
-def read_names(
+def read_tensor_index(
     source: Source, our_name: Callable[[str], str | None]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Path, str]]]:
     """Shape, file and name there of each tensor of a source, by our name; ``our_name`` gives None if not wanted."""

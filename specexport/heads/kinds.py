@@ -7,7 +7,7 @@ from specexport.checkpoint.source import Source, read_object
 from specexport.heads import assistant, dflash, dflash2, dspark, eagle, hydra, medusa, mtp, mtp_modules
 from specexport.heads.assistant_gguf import open_gguf_assistant
 from specexport.heads.config import HeadConfig, TargetFacts
-from specexport.heads.files import CONFIG_NAME, HeadFiles, our_name, read_names
+from specexport.heads.files import CONFIG_NAME, HeadFiles, our_name, read_tensor_index
 from specexport.heads.kind import HeadKind
 from specexport.trace.export import TracedModel
 from specexport_runtime.errors import UnsupportedModelError
@@ -60,7 +60,7 @@ def open_head(source: Source) -> HeadFiles:
     named = values.get("speculators_model_type")
     name_of = next((kind.our_name for kind in KINDS if named in kind.speculators), our_name)
     prefixes = ("model.", *(prefix for kind in KINDS for prefix in kind.prefixes))
-    shapes, stored = read_names(source, lambda key: name_of(reduce(str.removeprefix, prefixes, key)))
+    shapes, stored = read_tensor_index(source, lambda key: name_of(reduce(str.removeprefix, prefixes, key)))
     return HeadFiles(source.name, values, shapes, stored)
 
 

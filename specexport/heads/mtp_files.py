@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specexport.checkpoint.source import PACKED_PARTS, Source
-from specexport.heads.files import CONFIG_NAME, MORE, HeadFiles, our_name, read_names
+from specexport.heads.files import CONFIG_NAME, MORE, HeadFiles, our_name, read_tensor_index
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 EMBED_NORM = "embed_norm.weight"
@@ -80,7 +80,7 @@ def open_mtp(source: Source, values: Mapping[str, Any]) -> HeadFiles:
 
         return open_gguf_module(source, values)
     layers = int(values.get("num_hidden_layers") or len(values.get("layers_block_type") or ()))
-    shapes, stored = read_names(source, lambda key: name_in_module(key, layers))
+    shapes, stored = read_tensor_index(source, lambda key: name_in_module(key, layers))
     if EMBED_NORM not in shapes and not any(name.startswith(MORE) for name in shapes):
         raise CheckpointError(
             f"{source.name} holds no MTP module.", "leave `--head mtp` out, or give the folder of a head."

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from specexport.channel_ranges import FloatVector
 from specexport.onnx_emit import part_of
 from specexport.passes.base import sizes_of
-from specexport.passes.block_weight import BlockForm, Blocks, BlockWeight, Rows, Spread, Stored
+from specexport.passes.block_weight import BlockForm, Blocks, BlockWeight, Rows, ScaleLayout, Stored
 from specexport.passes.quantize_sites import as_stored, channel_parts, too_large
 from specexport_runtime.executors.base import Float32Array
 
@@ -41,7 +41,7 @@ def int8_weight(tensor: ir.TensorProtocol, *, turned: bool, half: bool | None = 
     """
     form = BlockForm(8, BLOCK, has_offsets=False)
     half = fits_half(channel_parts(tensor, turned), INT8) if half is None else half
-    kind, spread = (INT8, Spread(BLOCK)) if half else (IN_SINGLE[INT8], None)
+    kind, spread = (INT8, ScaleLayout(BLOCK)) if half else (IN_SINGLE[INT8], None)
     return _rounded("int8", kind, form, tensor, turned, partial(_eight_bits, half), spread)
 
 
@@ -78,7 +78,7 @@ def _rounded(
     tensor: ir.TensorProtocol,
     turned: bool,
     make: Callable[[Float32Array], Blocks],
-    spread: Spread | None = None,
+    spread: ScaleLayout | None = None,
 ) -> BlockWeight:
     axis = 0 if turned else 1
     sizes = sizes_of(tensor)

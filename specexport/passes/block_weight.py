@@ -25,7 +25,7 @@ class BlockForm(NamedTuple):
         return 1 << (self.bits - 1)
 
 
-class Spread(NamedTuple):
+class ScaleLayout(NamedTuple):
     """How a checkpoint stores scales and offsets: small integers, times a number for several blocks.
 
     ::
@@ -41,7 +41,7 @@ class Spread(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Scales and offsets as a checkpoint stores them, see :class:`Spread`."""
+    """Scales and offsets as a checkpoint stores them, see :class:`ScaleLayout`."""
 
     base: npt.NDArray[np.floating]  # float16 [n, K / values], or float32 powers of two
     levels: npt.NDArray[np.int8] | None = None  # int8 [n, K / block], or None
@@ -67,7 +67,7 @@ class BlockWeight:
     shape: tuple[int, int]  # N and K
     stored_bytes: int  # in the checkpoint
     read: Callable[[Rows], Blocks]  # gives the blocks of some rows
-    spread: Spread | None = None  # how scales and offsets are stored; None if as float32
+    spread: ScaleLayout | None = None  # how scales and offsets are stored; None if as float32
     format: str = ""  # holds it in an engine; empty to find it (``block_format.format_of``)
 
     @property

@@ -86,7 +86,7 @@ def _dims(weight: ir.Value) -> tuple[int, ...]:
     return tuple(sizes_of(tensor))
 
 
-def linear_of(matmul: ir.Node) -> Linear | None:
+def match_linear(matmul: ir.Node) -> Linear | None:
     """The linear layer around a MatMul; None if its weight is no constant matrix, or has other readers."""
     if matmul.op_type != "MatMul" or matmul.domain != "":
         return None
@@ -128,7 +128,7 @@ def _attention_groups(model: ir.Model) -> Iterator[list[Linear]]:
     for node in list(attention_nodes(model)):
         layers: dict[ir.Node, Linear] = {}
         for value in node.inputs[:3]:
-            layers |= {m: layer for m in sources_of(value) if (layer := linear_of(m)) is not None}
+            layers |= {m: layer for m in sources_of(value) if (layer := match_linear(m)) is not None}
         yield list(layers.values())
 
 
@@ -138,7 +138,7 @@ def _gated_groups(model: ir.Model) -> Iterator[list[Linear]]:
         sides = [sources_of(value) for value in node.inputs]
         if [len(side) for side in sides] != [1, 1] or sides[0][0] is sides[1][0]:
             continue
-        layers = [layer for side in sides if (layer := linear_of(side[0])) is not None]
+        layers = [layer for side in sides if (layer := match_linear(side[0])) is not None]
         if len(layers) == 2 and layers[0].width == layers[1].width:
             yield layers
 

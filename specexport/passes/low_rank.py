@@ -13,7 +13,7 @@ import onnx_ir as ir
 from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES
 from specexport.passes.base import CountingPass
-from specexport.passes.linear_pack import PARTS, WIDTHS, linear_of
+from specexport.passes.linear_pack import PARTS, WIDTHS, match_linear
 from specexport.passes.quantize_sites import LinearSite, linear_site
 from specexport.passes.transpose_fold import FOLDED
 from specexport_runtime.abi import OP_DOMAIN
@@ -72,7 +72,7 @@ def _plain(name: str) -> str:
 
 
 def _mark(graph: ir.Graph, site: LinearSite, parts: list[str]) -> None:
-    layer = linear_of(site.node)
+    layer = match_linear(site.node)
     out = site.node.outputs[0] if layer is None else layer.out
     shape = site.source.shape
     per_token = shape is not None and [str(size) for size in shape[:-1]] in ([DIM_NAMES["T"]], ["1", DIM_NAMES["T"]])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from specexport.run.bundles import Wanted, alone, bundles_folder, look_at, read_kept, states_of, sweep, write_record
+from specexport.run.bundles import BundleSpec, alone, bundles_folder, look_at, read_kept, states_of, sweep, write_record
 from specexport.run.estimate import show_estimate
 from specexport_runtime.bundle.manifest import MANIFEST_NAME
 from specexport_runtime.errors import UserInputError
@@ -16,7 +16,7 @@ from specexport_runtime.user_cache import ROOT_VARIABLE
 _WEIGHTS = (".gguf", ".safetensors")
 
 
-def build_kept(wanted: Wanted) -> None:
+def build_kept(wanted: BundleSpec) -> None:
     """Build what is wanted unless it is kept by now; returns when it is. Prints what happens to standard error."""
     folder = bundles_folder() / wanted.id
     with alone(folder, lambda: _say(f"{wanted.name} is being built by another process: waiting for it")):
@@ -42,7 +42,7 @@ def build_kept(wanted: Wanted) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _build(wanted: Wanted, folder: Path, files: dict[str, dict[str, list[int]]]) -> None:
+def _build(wanted: BundleSpec, folder: Path, files: dict[str, dict[str, list[int]]]) -> None:
     from specexport.compile.pipeline import build_bundle
     from specexport.host import map_large_blocks
     from specexport.recipe import BuildRecipe

@@ -40,7 +40,7 @@ Files = dict[str, dict[str, list[int]]]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class BundleSpec:
     """What a bundle is built from; None is the build's default."""
 
     target: str  # an absolute path, or a hub id
@@ -67,11 +67,11 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedBundle:
     """A bundle in the cache."""
 
     folder: Path
-    wanted: Wanted
+    wanted: BundleSpec
     files: Files
     version: str  # of specexport
     last_used: float  # seconds since the epoch
@@ -87,7 +87,7 @@ class Kept:
             os.utime(self.folder / _RECORD)
 
 
-class Look(NamedTuple):
+class BundleStatus(NamedTuple):
     """What has become of a bundle since it was built."""
 
     fault: str | None  # why it must be built again; None if it need not
@@ -103,23 +103,23 @@ def given_place(given: str) -> str:
     return path if known else given
 
 
-def read_kept(folder: Path) -> Kept | None:
+def read_kept(folder: Path) -> CachedBundle | None:
     """What is kept in ``bundles/<id>``; None if nothing is, or it is damaged."""
     data: Any = read_json(folder / _RECORD)
     try:
         used = (folder / _RECORD).stat().st_mtime
-        return Kept(folder, Wanted(**data["wanted"]), data["files"], data["version"], used)
+        return CachedBundle(folder, BundleSpec(**data["wanted"]), data["files"], data["version"], used)
     except (TypeError, KeyError, OSError):
         return None
 
 
-def find_kept(wanted: Wanted) -> Kept | None:
+def find_kept(wanted: BundleSpec) -> CachedBundle | None:
     """The bundle that was built as wanted; None if there is none."""
     folder = cache_folder(KIND, writable=False)
     return None if folder is None else read_kept(folder / wanted.id)
 
 
-def all_kept() -> list[Kept]:
+def all_kept() -> list[CachedBundle]:
     """Every bundle of the cache, the last used first."""
     found = [read_kept(each) for each in _entries(cache_folder(KIND, writable=False))]
     return sorted((kept for kept in found if kept is not None), key=lambda kept: -kept.last_used)
@@ -129,7 +129,7 @@ def _entries(folder: Path | None) -> list[Path]:
     return [] if folder is None else [each for each in folder.iterdir() if _ID.fullmatch(each.name)]
 
 
-def look_at(kept: Kept) -> Look:
+def look_at(kept: CachedBundle) -> BundleStatus:
     """Compare a bundle with what it was built from, and with this release, without reading weights."""
     try:
         files = load_manifest(kept.bundle).files
@@ -149,10 +149,12 @@ def look_at(kept: Kept) -> Look:
         if now != before:
             changed.append(place)
     if not whole:
-        return Look("the bundle in the cache is damaged", gone)
+        return BundleStatus("the bundle in the cache is damaged", gone)
     if changed:
-        return Look(f"{short(changed[0])} has changed", gone)
-    return Look("it was built by another release" if kept.version != version("specexport") and not gone else None, gone)
+        return BundleStatus(f"{short(changed[0])} has changed", gone)
+    return BundleStatus(
+        "it was built by another release" if kept.version != version("specexport") and not gone else None, gone
+    )
 
 
 def states_of(place: str) -> dict[str, list[int]]:
@@ -188,7 +190,7 @@ def bundles_folder() -> Path:
         ) from error
 
 
-def write_record(folder: Path, wanted: Wanted, files: Files) -> None:
+def write_record(folder: Path, wanted: BundleSpec, files: Files) -> None:
     """Say what a bundle was built from: from here on it is kept. OSError on a full disk."""
     record = {"wanted": asdict(wanted), "files": files, "version": version("specexport")}
     replace_file(folder / _RECORD, lambda file: file.write(json.dumps(record, indent=1).encode()))
@@ -218,7 +220,7 @@ def alone(folder: Path, wait: Callable[[], object] | None = None) -> Iterator[bo
             return
 
 
-def remove_kept(kept: Kept) -> None:
+def remove_kept(kept: CachedBundle) -> None:
     """Remove a bundle, or raise OSError; engines that run it go on. UserInputError if it is being built."""
     with alone(kept.folder) as is_mine, held(kept.bundle, alone=True):
         if is_mine is False:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from specexport.backends.base import AUTO_MODEL_LEN
-from specexport.run.bundles import Kept, Wanted, all_kept, find_kept, given_place, look_at, short, states_of
+from specexport.run.bundles import BundleSpec, CachedBundle, all_kept, find_kept, given_place, look_at, short, states_of
 from specexport_runtime.bundle.entry import MAX_MODEL_LEN
 from specexport_runtime.bundle.manifest import MANIFEST_NAME
 from specexport_runtime.cli.any_text import typed
@@ -81,7 +81,7 @@ def find_bundle(given: Path, *, draft: str | None, quantize: str | None, max_mod
         return given
     # A build makes room for so many unless it is told otherwise; fewer are a matter of the load.
     longer = max_model_len is not None and max_model_len > AUTO_MODEL_LEN
-    wanted = Wanted(
+    wanted = BundleSpec(
         given_place(str(given)),
         None if draft is None else given_place(draft),
         quantize,
@@ -105,7 +105,7 @@ def find_bundle(given: Path, *, draft: str | None, quantize: str | None, max_mod
     return kept.bundle
 
 
-def _build(wanted: Wanted) -> Kept:
+def _build(wanted: BundleSpec) -> CachedBundle:
     from specexport.run.build import build_kept
     from specexport.run.bundles import bundles_folder
     from specexport.run.child import call_in_child

@@ -10,7 +10,7 @@ import click
 
 from specexport.atomic import tree_size
 from specexport.report import Column, print_json, print_report, terminal_table
-from specexport.run.bundles import Kept, all_kept, remove_kept, sweep
+from specexport.run.bundles import CachedBundle, all_kept, remove_kept, sweep
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.errors import UserInputError
 from specexport_runtime.user_cache import cache_root
@@ -28,7 +28,7 @@ OTHERS = {
 _DAY_S = 86400
 
 
-def _by_name() -> dict[str, Kept]:
+def _by_name() -> dict[str, CachedBundle]:
     """All bundles by a name that no other has."""
     found = all_kept()
     count = Counter(kept.wanted.name for kept in found)
@@ -76,7 +76,7 @@ def list_kept(as_json: bool) -> None:
         ]
         print_json({"folder": str(root), "bundles": rows, "others": others})
         return
-    columns: list[Column[tuple[str, Kept]]] = [
+    columns: list[Column[tuple[str, CachedBundle]]] = [
         Column("name", lambda row: row[0], left=True, fold=True),
         Column("built from", lambda row: row[1].wanted.target, left=True, fold=True),
         Column("draft", lambda row: row[1].wanted.draft, left=True, fold=True),
@@ -90,7 +90,7 @@ def list_kept(as_json: bool) -> None:
     print_report(table, [*lines, f"{root}: bundles: {len(bundles)}, {total} in all"])
 
 
-def _options(kept: Kept) -> str | None:
+def _options(kept: CachedBundle) -> str | None:
     given: dict[str, Any] = {"quantize": kept.wanted.quantize, "max-model-len": kept.wanted.max_model_len}
     return " ".join(f"--{name} {value}" for name, value in given.items() if value is not None) or None
 

@@ -21,7 +21,7 @@ from specexport.debug.capture import capture_step
 from specexport.debug.command import summary_lines
 from specexport.debug.compare import compare_engines
 from specexport.debug.graph import load_graph
-from specexport.debug.points import pair_points
+from specexport.debug.points import match_tensors
 from specexport.debug.run import DebugOptions, debug_bundle
 from specexport.debug.save import with_plain_operators
 from specexport.ops import reference
@@ -164,7 +164,7 @@ def test_lowerings_of_one_model_agree(graph, role, step, gated_bundle, debug_jso
 @pytest.mark.whole
 def test_layers_that_only_one_graph_has_packed_are_still_paired(bundles: dict[str, Path], gated_bundle: Path) -> None:
     graphs = [load_graph(folder / "target" / "model.onnx") for folder in (bundles["plain"], gated_bundle)]
-    pairs = pair_points(*graphs, same_names=False)
+    pairs = match_tensors(*graphs, same_names=False)
     # The packed query, key and value are read by attention as one, so that none of them is in that graph.
     expected = ["attention", "self_attn.o_proj", "residual.attention"]
     expected += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "residual.mlp"]

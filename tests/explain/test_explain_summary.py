@@ -19,7 +19,7 @@ from specexport.explain.report import (
     summary_lines,
     verdict_line,
 )
-from specexport.explain.summary import Way, compare_ways, summarize
+from specexport.explain.summary import DrafterSummary, compare_ways, summarize
 from specexport_runtime.costs.curves import CostCurves, LayerShares, StepCost
 from specexport_runtime.requests.layer_choice import LayerChoice
 from specexport_runtime.requests.records import Asked, Promise, RoundTrace
@@ -77,11 +77,11 @@ def test_what_was_turned_down_is_compared_with_what_was_taken():
     assert "promised" not in TRACE[0].describe()
     assert first.to_json()["promised"][0] == PLAIN._asdict()
     model, copy, plain = compare_ways(WEIGHED)
-    assert model == Way("draft-model", 2, 250.0, pytest.approx(4 / 6e-3), 2, 145.0, 175.0)
-    assert copy == Way("suffix", 1, 250.0, pytest.approx(2 / 3e-3), 1, 150.0, 200.0)
-    assert plain == Way("", 1, 100.0, pytest.approx(1 / 3e-3), 3, 100.0, 250.0)
+    assert model == DrafterSummary("draft-model", 2, 250.0, pytest.approx(4 / 6e-3), 2, 145.0, 175.0)
+    assert copy == DrafterSummary("suffix", 1, 250.0, pytest.approx(2 / 3e-3), 1, 150.0, 200.0)
+    assert plain == DrafterSummary("", 1, 100.0, pytest.approx(1 / 3e-3), 3, 100.0, 250.0)
     own, copied, plain = compare_ways(TRACE)  # nobody weighed them
-    assert own == Way("self", 3, None, pytest.approx(7 / 9e-3), 0, None, None)
+    assert own == DrafterSummary("self", 3, None, pytest.approx(7 / 9e-3), 0, None, None)
     assert (copied.drafter, copied.taken, plain.drafter, plain.taken) == ("lookup", 1, "", 1)
     said = "\n".join(summary_lines(summarize(WEIGHED, curves=None, longest=4, context=10)))
     assert re.search(r"draft-model: .* 2 rounds .*250\.0.*666\.7.* 2 rounds .*145\.0.*175\.0", said)

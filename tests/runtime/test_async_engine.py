@@ -18,7 +18,7 @@ from specexport_runtime import (
     StructuredOutputs,
     errors,
 )
-from specexport_runtime.async_engine import Mailbox
+from specexport_runtime.async_engine import EventLoopQueue
 from specexport_runtime.intake.drafting import RequestSpec
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import MAX_MODEL_LEN
@@ -138,8 +138,8 @@ async def test_verbs_and_shapes_are_those_of_the_other_engine(engine):
 
 async def test_the_event_loop_is_not_woken_for_chunks_that_nobody_reads(engine, monkeypatch):
     wakes = []
-    deliver = Mailbox._deliver
-    monkeypatch.setattr(Mailbox, "_deliver", lambda self: wakes.append(None) or deliver(self))
+    deliver = EventLoopQueue._deliver
+    monkeypatch.setattr(EventLoopQueue, "_deliver", lambda self: wakes.append(None) or deliver(self))
     gate = Gate(engine)
     service = AsyncSpecEngine(engine)
     gate.shut()

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from specexport_runtime.drafters.registry import KINDS as PARTS
-from specexport_runtime.intake.drafting import Abilities, DraftDefaults, resolve_draft_plan
+from specexport_runtime.intake.drafting import Capabilities, DraftDefaults, resolve_draft_plan
 from specexport_runtime.sampling import accept, block, tree
 from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.params import SamplingParams
@@ -87,15 +87,15 @@ TRAITS = {name: kind.traits for name, kind in PARTS.items()}
     ],
 )  # fmt: skip
 def test_a_seed_gets_what_depends_on_no_other_request_whatever_the_default_is(drafter, lookahead, stages):
-    abilities = Abilities(TRAITS, {}, 8, frozenset(TRAITS), takes_trees=True)
+    capabilities = Capabilities(TRAITS, {}, 8, frozenset(TRAITS), takes_trees=True)
     defaults = DraftDefaults(drafter, lookahead)
-    plan = resolve_draft_plan({}, abilities, defaults, is_repeatable=True)
+    plan = resolve_draft_plan({}, capabilities, defaults, is_repeatable=True)
     assert [stage.drafter for stage in plan.stages] == stages
     assert not plan.adaptive
-    assert not abilities.is_shared(plan)
+    assert not capabilities.is_shared(plan)
     assert plan.stages[-1].lookahead == (3 if lookahead == 3 else TRAITS[stages[-1]].default_lookahead)
     for asked in ({"drafter": "auto"}, {"num_speculative_tokens": "auto"}):
-        assert resolve_draft_plan(asked, abilities, defaults, is_repeatable=True).adaptive
+        assert resolve_draft_plan(asked, capabilities, defaults, is_repeatable=True).adaptive
 
 
 def test_a_request_that_others_teach_has_numbers_of_its_own():

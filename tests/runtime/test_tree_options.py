@@ -4,14 +4,14 @@ import pytest
 
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.intake.drafting import MAX_NODES, Abilities, DraftDefaults, resolve_draft_plan
+from specexport_runtime.intake.drafting import MAX_NODES, Capabilities, DraftDefaults, resolve_draft_plan
 
 TRAITS = {name: kind.traits for name, kind in KINDS.items()}
 
 
 def plan(*, takes_trees=True, **options):
-    abilities = Abilities(TRAITS, {}, 8, frozenset(TRAITS), takes_trees=takes_trees)
-    return resolve_draft_plan(options, abilities, DraftDefaults())
+    capabilities = Capabilities(TRAITS, {}, 8, frozenset(TRAITS), takes_trees=takes_trees)
+    return resolve_draft_plan(options, capabilities, DraftDefaults())
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ DEFAULT_HEAD_LOOKAHEAD = 4
 MAX_HELD = 512  # features of a request that wait for the head to read them
 
 
-class Held:
+class PendingFeatures:
     """Features of a request that the head has not read: those of consecutive positions."""
 
     def __init__(self, start: int = 0) -> None:
@@ -75,9 +75,9 @@ class Held:
         self.parts.append(features.copy())
         self.count += len(features)
 
-    def copy(self) -> "Held":
+    def copy(self) -> "PendingFeatures":
         """The same features; what becomes of them does not change the copy."""
-        made = Held(self.start)
+        made = PendingFeatures(self.start)
         made.parts, made.count = list(self.parts), self.count
         return made
 
@@ -98,7 +98,7 @@ class _Snapshot(NamedTuple):
     """What a head has of a row: entries in its cache, and the features behind them."""
 
     entries: int
-    held: Held
+    held: PendingFeatures
 
 
 class HeadDrafter(OwnCacheDrafter):
@@ -119,7 +119,7 @@ class HeadDrafter(OwnCacheDrafter):
         if mask is not None:
             self.traits = self.traits._replace(max_lookahead=mask.most)
         # By request, not by row: nothing to do when rows move, and a dropped request takes its features along.
-        self._held: WeakKeyDictionary[Request, Held] = WeakKeyDictionary()
+        self._held: WeakKeyDictionary[Request, PendingFeatures] = WeakKeyDictionary()
 
     def wants_features(self, request: Request) -> bool:
         """Whether the head may be asked for this request; see ``Drafter.wants_features``."""
@@ -127,7 +127,7 @@ class HeadDrafter(OwnCacheDrafter):
 
     def note_features(self, request: Request, start: int, features: Float32Array) -> None:
         """Keep features of committed tokens for the head's next step; many are read now."""
-        held = self._held.setdefault(request, Held())
+        held = self._held.setdefault(request, PendingFeatures())
         if held.count + len(features) > MAX_HELD and held.count:
             self._read_held(request, held)
         held.add(start, features)
@@ -163,7 +163,7 @@ class HeadDrafter(OwnCacheDrafter):
         """Whether the entries of the next step are committed, till the draft was tested."""
         return True
 
-    def _read_held(self, request: Request, held: Held) -> None:
+    def _read_held(self, request: Request, held: PendingFeatures) -> None:
         """Read all features that wait."""
         self.runner.prefill(request.row, *self._entries(request, held))
 
@@ -187,7 +187,7 @@ class HeadDrafter(OwnCacheDrafter):
         newest = self._known(draft.request.tokens[-1:])[0]
         return draft_work(tokens, features, newest, draft.limit, mask)
 
-    def _entries(self, req: Request, held: Held) -> tuple[list[int], Float32Array]:
+    def _entries(self, req: Request, held: PendingFeatures) -> tuple[list[int], Float32Array]:
         """Tokens and features of the entries that are held; none are left."""
         start, count = held.start, held.count
         if start != self.runner.kv.kv_len(req.row):
@@ -208,7 +208,9 @@ class HeadDrafter(OwnCacheDrafter):
     def snapshot(self, request: Request) -> Any:
         """Entries, and features that the head has not read; see ``Drafter.snapshot``."""
         entries, held = self.runner.kv.kv_len(request.row), self._held.get(request)
-        return _Snapshot(entries, held.copy() if held is not None and held.start == entries else Held(entries))
+        if held is None or held.start != entries:
+            return _Snapshot(entries, PendingFeatures(entries))
+        return _Snapshot(entries, held.copy())
 
     def usable(self, request: Request, kept: Any, count: int) -> int:
         """See ``Drafter.usable``: the head goes on only behind the last token that it has the feature of.
@@ -227,7 +229,7 @@ class HeadDrafter(OwnCacheDrafter):
             return
         entries, held = kept
         self.runner.kv.restore(request.row, min(entries, count))
-        self._held[request] = own = held.copy() if entries < count else Held(count)
+        self._held[request] = own = held.copy() if entries < count else PendingFeatures(count)
         own.keep(count - own.start)
 
     def _entries_of(self, kept: Any) -> int:

@@ -26,7 +26,7 @@ import numpy as np
 from specexport_runtime.abi import AHEAD_ID
 from specexport_runtime.drafters.base import HEAD
 from specexport_runtime.drafters.draft_loop import Draft
-from specexport_runtime.drafters.head import DEFAULT_HEAD_LOOKAHEAD, HeadDrafter, Held
+from specexport_runtime.drafters.head import DEFAULT_HEAD_LOOKAHEAD, HeadDrafter, PendingFeatures
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.lookahead.draft_cost import DraftCost, EngineCost
@@ -75,13 +75,13 @@ class ModulesDrafter(HeadDrafter):
         """Entries of the first step, till :meth:`_settle` takes back those that lack tokens."""
         return not draft.tokens
 
-    def _settle(self, req: Request, held: Held) -> None:
+    def _settle(self, req: Request, held: PendingFeatures) -> None:
         """Keep the entries that were written with all their tokens, let their features go, and forget the others."""
         count = self._whole.pop(req, None)
         if count is not None and req.row != NO_ROW:
             self._commit(req, held, count)
 
-    def _commit(self, req: Request, held: Held, count: int) -> None:
+    def _commit(self, req: Request, held: PendingFeatures, count: int) -> None:
         """The first ``count`` entries of the features that are held are written, and no more of them."""
         start = held.start + count
         self.runner.kv.commit(req.row, start)
@@ -90,7 +90,7 @@ class ModulesDrafter(HeadDrafter):
         if len(rest):
             held.add(start, rest)
 
-    def _peek(self, req: Request, held: Held) -> Float32Array:
+    def _peek(self, req: Request, held: PendingFeatures) -> Float32Array:
         """All features that are held; SpecexportError if they are not those of the cache's next entries."""
         if held.start != self.runner.kv.kv_len(req.row):
             raise SpecexportError(
@@ -100,7 +100,7 @@ class ModulesDrafter(HeadDrafter):
         held.add(held.start, features)
         return features
 
-    def _read_held(self, request: Request, held: Held) -> None:
+    def _read_held(self, request: Request, held: PendingFeatures) -> None:
         """Read the features that wait and whose entries lack no token, in chunks."""
         self._settle(request, held)
         runner, ahead = self.runner, self.reach - 1

@@ -17,7 +17,7 @@ from specexport_runtime.intake.checks import (
     check_token_ids,
     check_token_range,
 )
-from specexport_runtime.intake.drafting import Abilities, DraftDefaults, RequestOptions, resolve_draft_plan
+from specexport_runtime.intake.drafting import Capabilities, DraftDefaults, RequestOptions, resolve_draft_plan
 from specexport_runtime.intake.grammars import GrammarCompiler
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
@@ -39,7 +39,7 @@ class RequestBuilder:
     tokenizer: "Tokenizer"
     vocab_size: int  # rows of the target's LM head (V)
     max_model_len: int  # most tokens of one sequence, prompt included
-    abilities: Abilities
+    capabilities: Capabilities
     eos_token_ids: tuple[int, ...]
     defaults: DraftDefaults  # how to draft for requests that do not say
     grammars: GrammarCompiler  # of texts whose form is given
@@ -80,8 +80,8 @@ class RequestBuilder:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"sampling parameters are {params!r:.80}.", "give SamplingParams(max_tokens=…).")
         is_repeatable = params.seed is not None and not params.is_greedy
-        plan = resolve_draft_plan(options, self.abilities, self.defaults, is_repeatable=is_repeatable)
-        traits = [self.abilities.drafters[stage.drafter] for stage in plan.stages]
+        plan = resolve_draft_plan(options, self.capabilities, self.defaults, is_repeatable=is_repeatable)
+        traits = [self.capabilities.drafters[stage.drafter] for stage in plan.stages]
         if reference is not None and not any(each.takes_reference for each in traits):
             raise InvalidRequestError(
                 "this drafter does not copy from a reference.", "use drafter 'lookup', 'suffix' or 'chained'."
@@ -114,13 +114,13 @@ class RequestBuilder:
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
             text=TextStream(self.tokenizer, params, hidden, ids),
-            seed=secrets.randbits(63) if params.seed is None or self.abilities.is_shared(plan) else params.seed,
+            seed=secrets.randbits(63) if params.seed is None or self.capabilities.is_shared(plan) else params.seed,
             grammar=grammar,
             plan=plan._replace(
                 reference=self.encode_reference(reference),
                 draft_exit=None if exit_params is None else DraftExit(exit_params),
                 layer_rules=rules,
-                forced_lookahead=self.abilities.lookahead,
+                forced_lookahead=self.capabilities.lookahead,
                 acceptance=acceptance,
             ),
             delivery=Delivery(
@@ -154,14 +154,14 @@ class RequestBuilder:
     def _layer_rules(self, rules: LayerRules | None, *, takes_layers: bool) -> LayerRules:
         """The layers that drafts leave out; ``takes_layers``: a drafter of the request leaves some out."""
         if takes_layers:
-            (rules or self.defaults.layer_rules).check_layers(self.abilities.num_layers)
+            (rules or self.defaults.layer_rules).check_layers(self.capabilities.num_layers)
         elif rules is not None:
             raise InvalidRequestError("layer rules are for drafting with the target itself.", "use drafter 'self'.")
         return rules or self.defaults.layer_rules
 
     def _exit_params(self, asked: DraftExitParams | bool | None, plan: DraftPlan) -> DraftExitParams | None:
         """When drafts of models end for this request; None: never before K."""
-        drafts = any(self.abilities.drafters[stage.drafter].can_exit for stage in plan.stages)
+        drafts = any(self.capabilities.drafters[stage.drafter].can_exit for stage in plan.stages)
         if asked is None:
             return self.defaults.draft_exit if drafts else None
         if asked is False:

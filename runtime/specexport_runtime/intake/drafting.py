@@ -76,7 +76,7 @@ class DraftDefaults(NamedTuple):
     draft_exit: DraftExitParams | None = None  # threshold at which a model's draft ends; None for no threshold
 
 
-class Abilities(NamedTuple):
+class Capabilities(NamedTuple):
     """What an engine can do."""
 
     drafters: Mapping[str, DrafterTraits]  # by name
@@ -136,12 +136,12 @@ def resolve_lookahead(requested: Lookahead | None, *, built: int, default: int) 
 
 
 def resolve_draft_plan(
-    options: RequestOptions, abilities: Abilities, defaults: DraftDefaults, *, is_repeatable: bool = False
+    options: RequestOptions, capabilities: Capabilities, defaults: DraftDefaults, *, is_repeatable: bool = False
 ) -> DraftPlan:
     """The ways to draft for a request; a repeatable one gets ``auto``, which others change, only if it asks."""
     check_names(options)
-    plan = _resolve_stages(options, abilities, defaults, is_repeatable=is_repeatable)
-    size = _resolve_tree_size(asked := options.get("tree_size"), plan, abilities)
+    plan = _resolve_stages(options, capabilities, defaults, is_repeatable=is_repeatable)
+    size = _resolve_tree_size(asked := options.get("tree_size"), plan, capabilities)
     if not size or asked in (None, "auto"):
         return plan._replace(tree_size=size)
     stages = tuple(stage._replace(lookahead=min(stage.lookahead, size)) for stage in plan.stages)
@@ -156,13 +156,13 @@ def check_tree_size(asked: object) -> None:
         )
 
 
-def _resolve_tree_size(asked: TreeSize | None, plan: DraftPlan, abilities: Abilities) -> int:
+def _resolve_tree_size(asked: TreeSize | None, plan: DraftPlan, capabilities: Capabilities) -> int:
     """Most draft tokens of a round; 0 for chains. InvalidRequestError for a size that cannot be had."""
     if asked is not None and asked != "auto":
         check_tree_size(asked)
         if asked and not plan.stages:
             raise InvalidRequestError("tree_size was given, and nothing drafts here.", "drop it, or name a drafter.")
-        if asked and not abilities.takes_trees:
+        if asked and not capabilities.takes_trees:
             raise InvalidRequestError(
                 f"tree_size is {asked}, and this target cannot verify trees.",
                 "leave it out: drafts are chains then; trees need backend ort-cpu, and a target without recurrences.",
@@ -173,16 +173,16 @@ def _resolve_tree_size(asked: TreeSize | None, plan: DraftPlan, abilities: Abili
             "tree_size is 'auto', and the number of draft tokens is not.",
             f"give a number from 0 to {MAX_NODES}, or let num_speculative_tokens be 'auto' too.",
         )
-    return MAX_NODES if plan.adaptive and abilities.takes_trees else 0
+    return MAX_NODES if plan.adaptive and capabilities.takes_trees else 0
 
 
 def _resolve_stages(
-    options: RequestOptions, abilities: Abilities, defaults: DraftDefaults, *, is_repeatable: bool
+    options: RequestOptions, capabilities: Capabilities, defaults: DraftDefaults, *, is_repeatable: bool
 ) -> DraftPlan:
     drafter, requested = options.get("drafter"), options.get("num_speculative_tokens")
-    if drafter is not None and drafter not in abilities.names:
-        near = get_close_matches(drafter, abilities.names, n=1)
-        fix = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(abilities.names)}."
+    if drafter is not None and drafter not in capabilities.names:
+        near = get_close_matches(drafter, capabilities.names, n=1)
+        fix = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(capabilities.names)}."
         raise InvalidRequestError(f"there is no drafter {drafter!r}.", fix)
     if not options.get("speculation", True) or drafter == "none":
         if requested is not None or drafter not in (None, "none"):
@@ -192,9 +192,9 @@ def _resolve_stages(
         return DraftPlan()
     if drafter is None:
         pinned = is_repeatable or isinstance(requested, int)
-        drafter = defaults.drafter or (abilities.fixed if pinned else abilities.default)
+        drafter = defaults.drafter or (capabilities.fixed if pinned else capabilities.default)
         if drafter is None and requested is not None:  # a request for draft tokens learns why there are none
-            drafter = next(iter(abilities.drafters))
+            drafter = next(iter(capabilities.drafters))
         requested = defaults.lookahead if requested is None else requested
     if drafter == "none" and options.get("num_speculative_tokens") is not None:
         raise InvalidRequestError(
@@ -203,23 +203,23 @@ def _resolve_stages(
         )
     if drafter in (None, "none"):
         return DraftPlan()
-    names = stage_names(drafter, abilities)
+    names = stage_names(drafter, capabilities)
     if is_repeatable and options.get("drafter") is None and options.get("num_speculative_tokens") != "auto":
         requested = None if requested == "auto" else requested
         if not _COPIES.issuperset(names):
-            names = tuple(name for name in names if not abilities.drafters[name].remembers)
-    elif drafter == "auto" and requested is None and abilities.weighed.issuperset(names):
+            names = tuple(name for name in names if not capabilities.drafters[name].remembers)
+    elif drafter == "auto" and requested is None and capabilities.weighed.issuperset(names):
         requested = "auto"
     if requested == "auto":
-        _check_weighed(names, abilities)
-        return DraftPlan(tuple(DraftStage(name, abilities.lookahead) for name in names), adaptive=True)
+        _check_weighed(names, capabilities)
+        return DraftPlan(tuple(DraftStage(name, capabilities.lookahead) for name in names), adaptive=True)
     asked = [requested if name == names[-1] else None for name in names]  # of a chain, the number is the model's
     return DraftPlan(
         tuple(
             DraftStage(
                 name,
                 resolve_lookahead(
-                    number, built=abilities.lookahead, default=abilities.drafters[name].default_lookahead
+                    number, built=capabilities.lookahead, default=capabilities.drafters[name].default_lookahead
                 ),
             )
             for name, number in zip(names, asked, strict=True)
@@ -227,30 +227,30 @@ def _resolve_stages(
     )
 
 
-def stage_names(drafter: str, abilities: Abilities) -> tuple[str, ...]:
+def stage_names(drafter: str, capabilities: Capabilities) -> tuple[str, ...]:
     """Names of the drafters behind one that a request may name; ``InvalidRequestError`` if the engine lacks one."""
     names: tuple[str, ...] = (drafter,)
     models = [name for name in KINDS if not KINDS[name].traits.is_free]
-    usable = [name for name in models if name not in abilities.obstacles]
+    usable = [name for name in models if name not in capabilities.obstacles]
     if drafter == "auto":
         names = (*(name for name, kind in KINDS.items() if kind.traits.remembers), *usable[:1])
     if drafter == "chained":
         copying = (name for name, kind in KINDS.items() if kind.traits.is_free and not kind.traits.remembers)
         names = (*copying, (usable or models)[0])
     for name in names:
-        if name in abilities.obstacles:
-            raise InvalidRequestError(*abilities.obstacles[name])
+        if name in capabilities.obstacles:
+            raise InvalidRequestError(*capabilities.obstacles[name])
     return names
 
 
-def _check_weighed(names: Sequence[str], abilities: Abilities) -> None:
-    if not abilities.weighed:
+def _check_weighed(names: Sequence[str], capabilities: Capabilities) -> None:
+    if not capabilities.weighed:
         raise InvalidRequestError(
             "num_speculative_tokens is 'auto', and this engine has no cost curves to choose by.",
             "load it without adaptive=False, or give a number.",
         )
     for name in names:
-        if name not in abilities.weighed:
+        if name not in capabilities.weighed:
             raise InvalidRequestError(
                 f"num_speculative_tokens is 'auto', and what a step of drafter {name!r} costs is not known.",
                 "give a number, or give the drafter a method `cost`.",

@@ -125,13 +125,13 @@ def _count(
         fails[slot] = fails[slot] * memory + (place == accepted)
 
 
-def shared_sureness() -> SharedAcceptance:
+def shared_confidence() -> SharedAcceptance:
     """What is known of all requests of a drafter."""
     failures = (0.8, 0.65, 0.5, 0.4, 0.3, 0.12, 0.08, 0.04, 0.02, 0.01)  # by slot, before anything was tested
     return SharedAcceptance(len(failures), before=(failures, 2.0))
 
 
-class Sureness:
+class Confidence:
     """Ends drafts of one request."""
 
     def __init__(self, shared: SharedAcceptance) -> None:
@@ -139,7 +139,7 @@ class Sureness:
         self._slots: list[int] = []
         self.begin(())
 
-    def begin(self, least: Sequence[float]) -> "Sureness":
+    def begin(self, least: Sequence[float]) -> "Confidence":
         """A draft begins; ``least[k]`` is the chance that its k tokens pass from which one more is worth its step."""
         self._slots, self._reached, self._least = [], 1.0, least
         return self

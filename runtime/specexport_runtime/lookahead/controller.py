@@ -25,7 +25,7 @@ from specexport_runtime.lookahead import trees
 from specexport_runtime.lookahead.acceptance import GUESS, MAX_MATCH, MODEL_GUESS, NUM_MATCH_SLOTS, match_slots
 from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.lookahead.memory import DrafterMemory, StageMemory
-from specexport_runtime.lookahead.round import Ask, Round, Stage
+from specexport_runtime.lookahead.round import DraftCandidate, Round, Stage
 from specexport_runtime.lookahead.rules import COPIED, DRAFTED
 from specexport_runtime.requests.records import Allowed, Asked, LengthReason, Promise, Proposal, StepLoad
 
@@ -316,14 +316,14 @@ class Controller:
         now, number = self._round, self._round.number
         return self._learns and (number <= _WATCHED or not number % _WATCH_EVERY or now.is_shorter or now.has_probe)
 
-    def _ask(self, index: int, drafter: str, req: "Request", limit: int, matched: int | None = None) -> Ask:
+    def _ask(self, index: int, drafter: str, req: "Request", limit: int, matched: int | None = None) -> DraftCandidate:
         """What a request may draft, and what is expected of it. ``matched``: tokens before a copy."""
         most = min(limit, self._known[drafter].traits.max_lookahead or limit)
         memory = self._memory(drafter, req)
         memory.slots = self._positions
         if matched is not None:
             memory.slots = self._matches[min(matched, MAX_MATCH) :][:limit]
-        return Ask(index, req, memory, most, memory.acceptance.reach(memory.slots[:most]))
+        return DraftCandidate(index, req, memory, most, memory.acceptance.reach(memory.slots[:most]))
 
     def _memory(self, drafter: str, req: "Request") -> StageMemory:
         stages = self._stages.setdefault(req, {})
@@ -347,9 +347,9 @@ class Controller:
             gains = memory.acceptance.reach(self._positions[:most])
         elif number != self._round.number:
             return None
-        return Stage(self._round, drafter, known, [req], [Ask(0, req, memory, most, list(gains[:most]))])
+        return Stage(self._round, drafter, known, [req], [DraftCandidate(0, req, memory, most, list(gains[:most]))])
 
-    def _yields(self, copy: Stage, ask: Ask) -> bool:
+    def _yields(self, copy: Stage, ask: DraftCandidate) -> bool:
         """Whether a drafter that comes later in the plan promises more tokens a second than a copy that is there."""
         *_, (_, copied) = copy.rates(ask, gains=ask.gains[: ask.count])
         names = [name for name, _ in ask.req.draft_plan]
@@ -389,6 +389,6 @@ class Controller:
         context = load.kv_entries // (load.num_rows * _BUCKET)
         return seen, load.num_rows, load.num_tokens, load.num_soon, context, self._round.drafted, version
 
-    def _reason(self, drafter: str, ask: Ask, limit: int) -> LengthReason:
+    def _reason(self, drafter: str, ask: DraftCandidate, limit: int) -> LengthReason:
         own = next(lookahead for name, lookahead in ask.req.draft_plan if name == drafter)
         return "room" if ask.count == ask.most and limit < own else "goodput"

@@ -8,10 +8,10 @@ import numpy as np
 
 from specexport_runtime.lookahead.acceptance import (
     GUESS,
+    Confidence,
     RequestAcceptance,
     SharedAcceptance,
-    Sureness,
-    shared_sureness,
+    shared_confidence,
 )
 from specexport_runtime.lookahead.trees import shared_chances
 from specexport_runtime.requests.records import Proposal
@@ -37,7 +37,7 @@ class DrafterMemory:
     """
 
     def __init__(self, num_slots: int, guess: float = GUESS, *, kept: Any = None) -> None:
-        self.shared, self.sure = SharedAcceptance(num_slots, guess), shared_sureness()
+        self.shared, self.sure = SharedAcceptance(num_slots, guess), shared_confidence()
         self.branches = shared_chances()
         self.account = DraftAccount()
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -86,7 +86,7 @@ class StageMemory:
     def __init__(self, drafter: DrafterMemory, now: int) -> None:
         self.drafter = drafter
         self.due, self.is_probing, self.passed = now, False, False  # when it is tried again, and whether it just was
-        self.acceptance, self.sure = RequestAcceptance(drafter.shared), Sureness(drafter.sure)
+        self.acceptance, self.sure = RequestAcceptance(drafter.shared), Confidence(drafter.sure)
         self.slots: Sequence[int] = ()  # of the tokens that it may draft, or has drafted, in this round
         self.price = (0.0, 0.0)  # seconds of catching up for this round's draft, and of each of its tokens
         self.read = 0  # tokens of the request that a drafter with a separate cache has read

@@ -65,7 +65,7 @@ class Round:
         """Tokens a second of each row without drafts."""
         return 1.0 / (self.promised(0, load) if load else self.plain)
 
-    def grant(self, asks: "Iterable[Ask]") -> None:
+    def grant(self, asks: "Iterable[DraftCandidate]") -> None:
         """What was allowed counts for the stages that are asked after it."""
         for ask in asks:
             self.drafted += ask.count
@@ -73,7 +73,7 @@ class Round:
 
 
 @dataclass
-class Ask:
+class DraftCandidate:
     """One request that may draft in a stage."""
 
     index: int  # its place among the requests of the step
@@ -102,11 +102,11 @@ class Stage:
     name: str
     drafter: WeighedDrafter
     requests: "Sequence[Request]"  # all that draft in this round
-    asks: list[Ask]  # those whose length is chosen
+    asks: list[DraftCandidate]  # those whose length is chosen
     fixed: Sequence[int] = ()  # rows that draft anyway, by depth (0 is the first token)
 
     @property
-    def candidates(self) -> list[Ask]:
+    def candidates(self) -> list[DraftCandidate]:
         """Who is not out."""
         return [ask for ask in self.asks if not ask.is_out]
 
@@ -127,7 +127,7 @@ class Stage:
         active = [fixed[depth] + sum([length > depth for length in lengths]) for depth in range(max(lengths))]
         return sum([step[rows] for rows in active])
 
-    def catch_up(self, ask: Ask, *, mended: bool = True) -> float:
+    def catch_up(self, ask: DraftCandidate, *, mended: bool = True) -> float:
         """Seconds for reading what the drafter has missed of a request; 0 if it has nothing to read with."""
         if self.drafter.cost is None or not self.drafter.traits.has_own_cache:
             return 0.0
@@ -140,14 +140,14 @@ class Stage:
         """Seconds that a draft of any length costs a request."""
         return 0.0 if self.drafter.cost is None else self.drafter.cost.round_seconds(self.round.load.num_rows)
 
-    def price(self, ask: Ask) -> float:
+    def price(self, ask: DraftCandidate) -> float:
         """Seconds that a draft costs whatever its length: those of catching up are spread over rounds that profit."""
         catch_up = self.catch_up(ask)
         rounds = ask.req.room_for_drafts / (1.0 + sum(ask.gains))
         return (catch_up and catch_up / max(rounds, 1.0)) + self.each_round
 
     def rates(
-        self, ask: Ask, load: StepLoad | None = None, gains: Sequence[float] | None = None
+        self, ask: DraftCandidate, load: StepLoad | None = None, gains: Sequence[float] | None = None
     ) -> Iterator[tuple[float, float]]:
         """Tokens, and tokens a second, that drafts of one token, of two and so on promise, if all rows do the same."""
         step, gains = load or self.round.load.decoding, ask.gains if gains is None else gains

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from specexport_runtime.costs.learned import LearnedCosts
-from specexport_runtime.lookahead.round import Ask, Stage
+from specexport_runtime.lookahead.round import DraftCandidate, Stage
 
 # Judged by test_replay.py's modelled seconds: the mean and the worst, of all its cases or a part.
 _MARGIN = 0.02
@@ -112,7 +112,7 @@ def probes_are_cheap(stage: Stage) -> None:
             ask.memory.probes(now.number, lost)
 
 
-def _could_pay(stage: Stage, ask: Ask) -> bool:
+def _could_pay(stage: Stage, ask: DraftCandidate) -> bool:
     """Whether drafts as good as they may be would be worth what has to be read, at the costs that sizes promise."""
     promised = replace(stage, round=replace(stage.round, learned=LearnedCosts()))
     best = replace(ask, gains=[_BEST**depth for depth in range(1, ask.most + 1)])

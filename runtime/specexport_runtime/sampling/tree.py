@@ -74,7 +74,7 @@ def accept_tree_block(
     """
     tree = _DrawnTree(nodes, parents, draft_distributions, draws)
     # The text itself always passes.
-    return tree.verdict(*cast("tuple[int, int]", _last_passing(tree, -1, 1.0, target_distribution)))
+    return tree.verdict(*cast("tuple[int, int]", _verify_subtree(tree, -1, 1.0, target_distribution)))
 
 
 TREE_RULES = {"block": accept_tree_block, "token": accept_tree}
@@ -172,7 +172,7 @@ def _first_passing(tree: _DrawnTree, place: int, distribution: HostDistribution)
     return None, distribution
 
 
-def _last_passing(
+def _verify_subtree(
     tree: _DrawnTree, place: int, chance: float, target_distribution: Callable[[int], Distribution]
 ) -> tuple[int, int] | None:
     """The last node that passes on the first path that has one, of a node with a ``chance`` and all behind it.
@@ -190,7 +190,7 @@ def _last_passing(
     for child, draft in tree.drawn(place):
         token = tree.nodes[child]
         passed_on = min(1.0, chance * distribution.probability(token) / draft_probability(draft, token, child))
-        found = _last_passing(tree, child, passed_on, target_distribution) if passed_on > 0.0 else None
+        found = _verify_subtree(tree, child, passed_on, target_distribution) if passed_on > 0.0 else None
         if found is not None:
             return found
         distribution, mass = _left(distribution, draft, chance)
@@ -204,7 +204,7 @@ def _last_passing(
     token = tree.draw(place, distribution)
     following = tree.child(place, token)
     if following is not None:
-        return _last_passing(tree, following, chance, target_distribution)
+        return _verify_subtree(tree, following, chance, target_distribution)
     return (place, token) if passes else None
 
 

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _FEW, _MANY = 2**9, 2**14  # of what is told of tokens: up to two milliseconds, up to sixty
 
 
-class News(NamedTuple):
+class ChoiceUpdate(NamedTuple):
     """What came for one choice; ``ended`` if nothing more will."""
 
     choice: int
@@ -107,8 +107,8 @@ class Answer(Response):
     async def _send_whole(self, requests: list[AsyncRequest], scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(merge(requests)) as batches:
             async for batch in batches:
-                for news in batch:
-                    self._take(requests, news)
+                for update in batch:
+                    self._take(requests, update)
         num_entries = self._num_entries()
         if num_entries <= _FEW:
             body = self._whole(requests)
@@ -158,13 +158,13 @@ class Answer(Response):
         async with aclosing(merge(requests)) as batches:
             async for batch in batches:
                 events = []
-                for news in batch:
-                    pieces, finish = self._take(requests, news)
+                for update in batch:
+                    pieces, finish = self._take(requests, update)
                     if pieces or finish:
-                        drafted = sum(chunk.drafted for chunk in news.chunks)
+                        drafted = sum(chunk.drafted for chunk in update.chunks)
                         usage = self._usage_so_far(requests) if self._plan.continuous_usage else None
-                        events.append(self._rest_of_echo(requests, news.choice, pieces, finish))
-                        events.append(self._form.chunk(news.choice, pieces, finish, drafted, usage))
+                        events.append(self._rest_of_echo(requests, update.choice, pieces, finish))
+                        events.append(self._form.chunk(update.choice, pieces, finish, drafted, usage))
                 if body := b"".join(events):
                     await stream.write(body)
         closing = partial(self._form.closing, self._usage())
@@ -181,14 +181,14 @@ class Answer(Response):
         self._echoed.add(choice)
         return self._form.opening(choice, echo.before(_replaced(requests[choice]))[len(echo.settled) :])
 
-    def _take(self, requests: list[AsyncRequest], news: News) -> tuple[list[StreamPiece], str | None]:
+    def _take(self, requests: list[AsyncRequest], update: ChoiceUpdate) -> tuple[list[StreamPiece], str | None]:
         """Note what came for a choice; its new pieces, and why it ended."""
-        chunks = news.chunks
+        chunks = update.chunks
         pieces = chunks[0].pieces if len(chunks) == 1 else [piece for chunk in chunks for piece in chunk.pieces]
         if not self._plan.stream:
-            self._pieces[news.choice].extend(pieces)
-        if news.ended:
-            self._results[news.choice] = _result(requests[news.choice])
+            self._pieces[update.choice].extend(pieces)
+        if update.ended:
+            self._results[update.choice] = _result(requests[update.choice])
         finish = chunks[-1].finish_reason if chunks else None
         return pieces, None if finish == "cancelled" else finish  # the result tells of that
 
@@ -214,31 +214,31 @@ class Answer(Response):
         return usage
 
 
-async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[News]]:
+async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[ChoiceUpdate]]:
     """What comes for any of the requests, all that is there at a time, until all have ended."""
     if len(requests) == 1:
         async for chunks in requests[0].batches():
-            yield [News(0, chunks)]
+            yield [ChoiceUpdate(0, chunks)]
             if len(chunks) == MAX_AT_A_TIME:
                 await asyncio.sleep(0)  # what a client did not read for long is not told of in one piece
-        yield [News(0, [], ended=True)]
+        yield [ChoiceUpdate(0, [], ended=True)]
         return
-    queue: asyncio.Queue[News] = asyncio.Queue()
+    queue: asyncio.Queue[ChoiceUpdate] = asyncio.Queue()
 
     async def pump(index: int, request: AsyncRequest) -> None:
         with suppress(SpecexportError):  # the result raises it again
             async for chunks in request.batches():
-                queue.put_nowait(News(index, chunks))
-        queue.put_nowait(News(index, [], ended=True))
+                queue.put_nowait(ChoiceUpdate(index, chunks))
+        queue.put_nowait(ChoiceUpdate(index, [], ended=True))
 
     pumps = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
     left = len(requests)
     try:
         while left:
             batch = [await queue.get()]
-            while not queue.empty() and sum(len(news.chunks) for news in batch) < MAX_AT_A_TIME:
+            while not queue.empty() and sum(len(update.chunks) for update in batch) < MAX_AT_A_TIME:
                 batch.append(queue.get_nowait())
-            left -= sum(news.ended for news in batch)
+            left -= sum(update.ended for update in batch)
             yield batch
             if not queue.empty():
                 await asyncio.sleep(0)

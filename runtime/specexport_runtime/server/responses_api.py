@@ -17,7 +17,7 @@ from specexport_runtime.server.responses_format import ResponsesFormat
 from specexport_runtime.server.responses_protocol import (
     LOGPROBS,
     FlatJsonSchemaFormat,
-    FlatNamedFunction,
+    FunctionToolChoice,
     InputCall,
     InputCallOutput,
     InputItem,
@@ -76,7 +76,7 @@ class ResponseAsChat:
             }
         )
 
-    def renamed(self, error: ApiError) -> ApiError:
+    def translate_error(self, error: ApiError) -> ApiError:
         """The error of the chat in the words of the response."""
         param, message = error.param or "", error.message
         if param == "structured_outputs":
@@ -146,7 +146,7 @@ def _text(content: Any) -> str:
 
 def _tool_choice(body: ResponsesRequest) -> Any:
     choice = body.tool_choice
-    if not isinstance(choice, FlatNamedFunction):
+    if not isinstance(choice, FunctionToolChoice):
         return choice
     return {"type": choice.type, "function": {"name": choice.name}}
 
@@ -182,7 +182,7 @@ def plan_response(body: ResponsesRequest, engine: SpecEngine, config: ServerConf
     try:
         plan = plan_chat(chat.request, engine, config, owner)
     except ApiError as error:
-        raise chat.renamed(error) from None
+        raise chat.translate_error(error) from None
     if plan.conversation is not None:
         for param, asked in (("include", body.wants_logprobs), ("speculative.token_origins", plan.origins)):
             if asked:

@@ -147,7 +147,7 @@ class FlatFunction(FunctionSpec, _IsFunction):  # the fields of the last base co
     """A function that may be called; tools of other kinds are refused."""
 
 
-class FlatNamedFunction(Strict):
+class FunctionToolChoice(Strict):
     """The function that must be called."""
 
     type: Literal["function"]
@@ -155,7 +155,7 @@ class FlatNamedFunction(Strict):
 
 
 FlatToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("a text")] | Annotated[FlatNamedFunction, Tag("an object")],
+    Annotated[Literal["none", "auto", "required"], Tag("a text")] | Annotated[FunctionToolChoice, Tag("an object")],
     Discriminator(object_or_text),
 ]
 FlatFunctions = Annotated[list[FlatFunction], Field(fail_fast=True, max_length=MAX_FUNCTIONS)]

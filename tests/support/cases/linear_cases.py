@@ -12,7 +12,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from specexport.passes.block_format import BOOKS, FLOATS, NAMED, PANEL, layout, pack, pack_float, unpack
-from specexport.passes.block_weight import BlockForm, Blocks, BlockWeight, Spread, Stored
+from specexport.passes.block_weight import BlockForm, Blocks, BlockWeight, ScaleLayout, Stored
 from tests.support.references import block_arithmetic
 from tests.support.references.block_arithmetic import reference
 
@@ -81,9 +81,9 @@ def random_weight(name: str, n: int, k: int, generator: np.random.Generator, lev
         least = generator.uniform(-0.05, 0.05, (n, groups)).astype(scales.dtype)
         offsets, stored = least.astype(np.float32), Stored(scales, least=least)  # type: ignore[arg-type]
     blocks = Blocks(codes + np.uint8(form.bias), scales.astype(np.float32), offsets, stored)
-    spread = None if stored is None else Spread(256, levels is not None, form.shift == "minima")
+    spread = None if stored is None else ScaleLayout(256, levels is not None, form.shift == "minima")
     if spread is not None and form.scale == "power":
-        spread = Spread(form.group, powers=True)
+        spread = ScaleLayout(form.group, powers=True)
 
     def read(rows: np.ndarray) -> Blocks:
         parts: list[Any] = [None if part is None else part[rows] for part in (blocks.stored or ())]
