@@ -21,6 +21,7 @@ from specexport.progress import Progress, ProgressEvent
 from specexport.report import Column, markdown_table
 from specexport_runtime.bundle.draft_layers import DRAFT_LAYERS_NAME, DraftLayers
 from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import BundleError, InvalidRequestError, UserInputError
 from specexport_runtime.executors.base import BoolArray
@@ -138,6 +139,8 @@ class _Trial:
         texts = engine.generate(self._prompts, self._params, speculation=False)
         self.num_tokens = sum(len(text.token_ids) for text in texts)
         self._context = sum(map(len, self._prompts), self.num_tokens) // len(prompts)
+        # As it is known now: what is learned meanwhile would judge later choices by other costs.
+        self._learned = None if engine.learned_costs is None else LearnedCosts(engine.learned_costs.to_json())
 
     def judge(self, mask: BoolArray) -> LayerSelection:
         """What is expected of a choice of parts."""
@@ -160,9 +163,7 @@ class _Trial:
                 "the texts are too short for a draft.", "give a larger --max-tokens, other prompts, or --ignore-eos."
             )
         assert engine.cost_curves is not None  # noqa: S101 - only engines without `auto` have none
-        costs = step_seconds(
-            engine.cost_curves, engine.learned_costs, "self", self._context, results[0].stats.layer_choice
-        )
+        costs = step_seconds(engine.cost_curves, self._learned, "self", self._context, results[0].stats.layer_choice)
         speedups = judge("self", positions, longest, *costs).speedups
         best = max(range(1, longest + 1), key=speedups.__getitem__)
         return LayerSelection(mask, speedups[best], best, expected_tokens(positions, best))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.gpu
 LARGEST_GAP = 4e-2
-"""Of the largest logit: two logits of float16, each off by 2e-2 (``test_outputs.LOGIT_BOUND``)."""
+"""Of the largest logit: two logits of float16, each off by 2e-2 (``steps.LOGIT_TOLERANCE``)."""
 
 
 @pytest.mark.parametrize("batch", [1, 4])

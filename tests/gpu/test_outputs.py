@@ -11,7 +11,7 @@ import pytest
 from specexport_runtime.bundle.quant_kinds import INT4
 from specexport_runtime.executors.base import Executor, Float32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from tools.proof.steps import compare_steps, decode, random_tokens
+from tools.proof.steps import LOGIT_TOLERANCE, compare_steps, decode, random_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tests.gpu.conftest import Engines, Rows
 
 pytestmark = pytest.mark.gpu
-LOGIT_BOUND = 2e-2
-"""Largest difference of a logit for logits of magnitude up to 1, in proportion beyond, of float16."""
 NUM_PROMPTS, PROMPT_TOKENS, NUM_TOKENS = 4, 12, 64
 
 
@@ -59,12 +57,11 @@ def test_logits_and_greedy_texts_are_the_cpu_engines(
 def check_logits(what: str, reference: Executor, other: Executor, rows: "Rows") -> None:
     """One row for each step of a prefill and ragged verify steps."""
     for found in compare_steps(reference, other):
-        bound = LOGIT_BOUND * max(1.0, found.scale)
         rows.right(
-            f"{what}: logits of {found.what}",
-            f"largest difference {found.largest:.2e} (logits up to {found.scale:.1f}); "
-            f"same best token in {found.same_best} of {found.rows} rows",
-            f"at most {bound:.1e}", found.largest <= bound,  # NaN is not
+            f"{what}: logits of {found.name}",
+            f"largest difference {found.max_abs:.2e}, {found.max_relative:.2e} of the largest logit; "
+            f"same best token in {found.argmax_agreement:.0%} of {found.rows} rows",
+            f"at most {LOGIT_TOLERANCE.largest:.1e} of it", found.passed,
         )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specexport.compare import OutputCase, Reference, compare_case
+from specexport.rounding import LogitTolerance
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.drafters.chain import ChainDrafter
@@ -17,6 +19,8 @@ from specexport_runtime.requests.request import DraftPlan, Request
 from specexport_runtime.sampling.params import SamplingParams
 
 Texts = Sequence[Sequence[int]]
+LOGIT_TOLERANCE = LogitTolerance(2e-2, 2e-2)
+"""Of float16, for logits of magnitude up to 1, in proportion beyond."""
 
 
 def random_tokens(vocab: int, rows: int, count: int, seed: int = 3) -> list[list[int]]:
@@ -52,16 +56,6 @@ def time_step(runner: ModelRunner, rows: int, new_tokens: int, *, repeats: int, 
     return 1e3 * float(np.median(times))
 
 
-class Comparison(NamedTuple):
-    """Largest difference of two executors' logits in one step."""
-
-    what: str
-    largest: float  # largest absolute difference; NaN if either has one
-    scale: float  # largest magnitude of the reference's logits
-    same_best: int  # rows of logits whose best token is the same
-    rows: int  # rows of logits
-
-
 # (tokens of each row, tokens of each that are kept): a prefill, then ragged verify steps of four rows, one of them idle
 Script = Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
 SCRIPT: Script = (
@@ -73,7 +67,7 @@ SCRIPT: Script = (
 )
 
 
-def compare_steps(reference: Executor, other: Executor, script: Script = SCRIPT) -> list[Comparison]:
+def compare_steps(reference: Executor, other: Executor, script: Script = SCRIPT) -> list[OutputCase]:
     """Run the same script of prefill and ragged verify steps on both, and compare every logit."""
     runners = [ModelRunner(reference), ModelRunner(other)]
     random = np.random.default_rng(11)
@@ -84,15 +78,9 @@ def compare_steps(reference: Executor, other: Executor, script: Script = SCRIPT)
         tokens = [random.integers(0, reference.vocab_size, count).tolist() for count in counts]
         work = [RowWork(ids, rows) if ids else IDLE for ids, rows in zip(tokens, wanted, strict=True)]
         logits = [_step(runner, work, kept, "logits").astype(np.float32) for runner in runners]
-        found.append(compare_logits(what, *logits))
+        wanted_rows, rows = ([((0, at), row) for at, row in enumerate(each)] for each in logits)
+        found.append(compare_case(what, rows, Reference.of(wanted_rows), LOGIT_TOLERANCE))
     return found
-
-
-def compare_logits(what: str, reference: Float32Array, other: Float32Array) -> Comparison:
-    """The comparison of two arrays of logits [R, V]."""
-    difference = np.abs(other - reference).max()  # NaN stays NaN
-    same = int((reference.argmax(axis=1) == other.argmax(axis=1)).sum())
-    return Comparison(what, float(difference), float(np.abs(reference).max()), same, len(reference))
 
 
 def _step(runner: ModelRunner, work: Sequence[RowWork], kept: Sequence[int], want: Want) -> Float32Array:
