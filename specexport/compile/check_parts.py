@@ -217,12 +217,16 @@ def _reads(node: ir.Node, graph: ir.Graph) -> set[ir.Value]:
 
 def _cuts(weights: list[set[ir.Value]]) -> Iterator[tuple[int, int]]:
     """From where to where the nodes of each part go, by the weights that each node reads."""
-    start, held = 0, set[ir.Value]()
+    start, size, held = 0, 0, set[ir.Value]()
     for at, own in enumerate(weights):
-        more = held | own
-        tensors = (value.const_value for value in more)
-        if held and sum(tensor.nbytes for tensor in tensors if tensor is not None) > PART_BYTES:
+        more = _num_bytes(own - held)
+        if held and size + more > PART_BYTES:
             yield start, at
-            start, more = at, own
-        held = more
+            start, size, held, more = at, 0, set(), _num_bytes(own)
+        held |= own
+        size += more
     yield start, len(weights)
+
+
+def _num_bytes(weights: set[ir.Value]) -> int:
+    return sum(value.const_value.nbytes for value in weights if value.const_value is not None)
