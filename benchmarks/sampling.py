@@ -1,7 +1,7 @@
 """Time of drawing and acceptance in a round, without a model: by the library of operators, and by numpy.
 
 A round at K=4: four draft tokens are drawn, each from a row of logits, and tested by up to five rows of the target. The
-library looks at no row behind a refused token; numpy processes all five, so that runs compare.
+library looks at no row after a refused token; numpy processes all five, so that runs compare.
 
 With ``--bundle`` the rows are a real target's, after the last five tokens of a prompt.
 

@@ -306,7 +306,7 @@ def _describe_adapter(adapter: AdapterEntry) -> str:
 
 
 def _taps(head: DraftHeadEntry) -> str:
-    return ", ".join("behind the last norm" if tap == AFTER_NORM else str(tap) for tap in head.taps)
+    return ", ".join("after the last norm" if tap == AFTER_NORM else str(tap) for tap in head.taps)
 
 
 def _kernels(entry: ModelEntry) -> str | None:

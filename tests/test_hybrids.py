@@ -188,7 +188,7 @@ def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_
                 assert np.abs(logits[begin : begin + count] - expected[row][start : start + count]).max() < limit
                 runner.kv.commit(row, start + int(random.integers(1, count + 1)))
         runner.kv.check()
-    if name == "bamba":  # the last round of a row that was moved, behind drafts that were accepted
+    if name == "bamba":  # the last round of a row that was moved, after drafts that were accepted
         start = runner.kv.state_len(1)
         runner.move_row(1, 3)
         assert (runner.kv.state_len(3), runner.kv.kv_len(1)) == (start, 0)

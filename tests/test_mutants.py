@@ -44,7 +44,7 @@ MUTANTS = {
         "if not draws(j).accept * draft_probability",
         "if not draws(j).resample * draft_probability",
     ),
-    "accept: a greedy draft stays behind a token that does not": Mutant(
+    "accept: a greedy draft stays after a token that does not": Mutant(
         "sampling/accept.py", "accept",
         "        if token != (chosen := greedy(j)):\n            return Verdict(j,",
         "        if token != (chosen := greedy(j)) and not j:\n            return Verdict(j,",

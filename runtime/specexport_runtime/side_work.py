@@ -59,7 +59,7 @@ class SideWork:
         result, work = next(iter(pieces.items()))
         self._take_back(owner, result)
         if self._waiting.pop(owner, None):
-            self._waiting[owner] = pieces  # behind the others
+            self._waiting[owner] = pieces  # after the others
         self.is_busy = True
         running = asyncio.get_running_loop().run_in_executor(self._thread, lambda: None if result.done() else work())
         running.add_done_callback(partial(self._end, result))

@@ -28,7 +28,7 @@ AUTO_MODEL_LEN = 4096
 
 
 HeadNeed = Literal["later tokens", "earlier guesses", "lent caches", "corrected logits"]
-"""What a kind of draft head may need beside a causal step over features: tokens of a block see those behind them; a
+"""What a kind of draft head may need beside a causal step over features: tokens of a block see those after them; a
 row's logits are of all tokens that it ends in; its attention reads the target's caches; the host corrects the logits of
 each place by the tokens drafted in front of it."""
 

@@ -16,7 +16,7 @@ from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 _LISTS = ("layer_types", "layers_block_type")
 _COUNT = "num_hidden_layers"
 _MORE_LAYERS = ("num_nextn_predict_layers",)
-"""Layers behind the last one that guess tokens: their weights are numbered as if they were the model's."""
+"""Layers after the last one that guess tokens: their weights are numbered as if they were the model's."""
 _NUMBERED = re.compile(r"(.*\blayers|.*\bh|.*\bblocks)\.(\d+)\.")
 _FIX = "give the config.json that belongs to the weights."
 

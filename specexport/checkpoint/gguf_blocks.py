@@ -46,30 +46,30 @@ class Format(NamedTuple):
         """Decode rows [n, bytes of a row] into ``out`` [n, K]: what ``gguf.dequantize`` makes of them, bit for bit."""
         codes, stored = self.decode(np.ascontiguousarray(rows).reshape(-1, self.num_bytes))
         plain = (codes - np.uint8(self.form.zero - self.spread.shift)).view(np.int8)  # as the file counts them
-        scales, least = _terms(stored)
+        scales, dmin = _terms(stored)
         values = out.reshape(*scales.shape, -1)
         np.copyto(values, plain.reshape(values.shape))
         values *= scales[..., None]
-        if least is not None:
-            values += least[..., None]
+        if dmin is not None:
+            values += dmin[..., None]
 
 
 def _worth(stored: Stored, shift: int) -> tuple[Float32Array, Float32Array | None]:
     """float32 scales and offsets [m, n] of what is stored; see ``ScaleLayout``."""
-    scales, least = _terms(stored)
-    return scales, None if least is None else np.float32(shift) * scales + least
+    scales, dmin = _terms(stored)
+    return scales, None if dmin is None else np.float32(shift) * scales + dmin
 
 
 def _terms(stored: Stored) -> tuple[Float32Array, Float32Array | None]:
     """float32 [m, n]: what the file's codes are multiplied by, and what is added, or None."""
-    scales, least = stored.base.astype(np.float32), None
-    if stored.levels is not None:
-        scales = scales * stored.levels.astype(np.float32)
-    if stored.least is not None:
-        least = stored.least.astype(np.float32)
-        if stored.minima is not None:
-            least = least * stored.minima.astype(np.float32)
-    return scales, least
+    scales, dmin = stored.d.astype(np.float32), None
+    if stored.sub_scales is not None:
+        scales = scales * stored.sub_scales.astype(np.float32)
+    if stored.dmin is not None:
+        dmin = stored.dmin.astype(np.float32)
+        if stored.mins is not None:
+            dmin = dmin * stored.mins.astype(np.float32)
+    return scales, dmin
 
 
 def _half(stored: Bytes) -> npt.NDArray[np.float16]:
@@ -96,7 +96,7 @@ def _q4_0(stored: Bytes) -> tuple[np.ndarray, Stored]:
 
 
 def _q4_1(stored: Bytes) -> tuple[np.ndarray, Stored]:
-    return _nibbles(stored[:, 4:], 16), Stored(_half(stored[:, :2]), least=_half(stored[:, 2:4]))
+    return _nibbles(stored[:, 4:], 16), Stored(_half(stored[:, :2]), dmin=_half(stored[:, 2:4]))
 
 
 def _q5_0(stored: Bytes) -> tuple[np.ndarray, Stored]:
@@ -106,7 +106,7 @@ def _q5_0(stored: Bytes) -> tuple[np.ndarray, Stored]:
 
 def _q5_1(stored: Bytes) -> tuple[np.ndarray, Stored]:
     codes = _nibbles(stored[:, 8:], 16) | (_fifth_bits(stored[:, 4:8]) << 4)
-    return codes + np.uint8(112), Stored(_half(stored[:, :2]), least=_half(stored[:, 2:4]))
+    return codes + np.uint8(112), Stored(_half(stored[:, :2]), dmin=_half(stored[:, 2:4]))
 
 
 def _q8_0(stored: Bytes) -> tuple[np.ndarray, Stored]:
@@ -114,12 +114,12 @@ def _q8_0(stored: Bytes) -> tuple[np.ndarray, Stored]:
 
 
 def _six_bits(stored: Bytes) -> Stored:
-    """Eight scales and eight minima of six bits each, from two halves and 12 bytes [m, 16]."""
+    """Eight scales and eight mins of six bits each, from two halves and 12 bytes [m, 16]."""
     low, high = np.ascontiguousarray(stored[:, 4:12]).view("<u4"), np.ascontiguousarray(stored[:, 12:16]).view("<u4")
     halves = np.stack([high, high >> 4], axis=1) & 0x0F0F0F0F  # four bytes at a time
     six = np.concatenate([(low & 0x3F3F3F3F)[..., None], halves | ((low[..., None] >> 2) & 0x30303030)], axis=2)
-    levels, minima = np.ascontiguousarray(six.transpose(1, 0, 2)).view(np.int8)
-    return Stored(_half(stored[:, :2]), levels, -_half(stored[:, 2:4]), minima)
+    sub_scales, mins = np.ascontiguousarray(six.transpose(1, 0, 2)).view(np.int8)
+    return Stored(_half(stored[:, :2]), sub_scales, -_half(stored[:, 2:4]), mins)
 
 
 def _q4_k(stored: Bytes) -> tuple[np.ndarray, Stored]:
@@ -139,8 +139,8 @@ def _q6_k(stored: Bytes) -> tuple[np.ndarray, Stored]:
         np.bitwise_and(bits, 48, out=codes[:, :, at])
     codes |= low.reshape(codes.shape)
     codes += np.uint8(96)
-    levels = np.ascontiguousarray(stored[:, 192:208]).view(np.int8)
-    return codes.reshape(len(stored), -1), Stored(_half(stored[:, 208:]), levels)
+    sub_scales = np.ascontiguousarray(stored[:, 192:208]).view(np.int8)
+    return codes.reshape(len(stored), -1), Stored(_half(stored[:, 208:]), sub_scales)
 
 
 def _q3_k(stored: Bytes) -> tuple[np.ndarray, Stored]:
@@ -154,11 +154,11 @@ def _q3_k(stored: Bytes) -> tuple[np.ndarray, Stored]:
 
 
 def _q2_k(stored: Bytes) -> tuple[np.ndarray, Stored]:
-    levels, minima = (stored[:, :16] & 15).astype(np.int8), (stored[:, :16] >> 4).astype(np.int8)
+    sub_scales, mins = (stored[:, :16] & 15).astype(np.int8), (stored[:, :16] >> 4).astype(np.int8)
     codes = (stored[:, 16:80].reshape(len(stored), 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
     return (
         codes.reshape(len(stored), -1) + np.uint8(6),
-        Stored(_half(stored[:, 80:82]), levels, -_half(stored[:, 82:]), minima),
+        Stored(_half(stored[:, 80:82]), sub_scales, -_half(stored[:, 82:]), mins),
     )
 
 
@@ -174,8 +174,8 @@ def _iq4_nl(stored: Bytes) -> tuple[np.ndarray, Stored]:
 def _iq4_xs(stored: Bytes) -> tuple[np.ndarray, Stored]:
     high = np.ascontiguousarray(stored[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16)
     low = (stored[:, 4:8, None] >> np.array([0, 4], np.uint8)).reshape(len(stored), 8) & 15
-    levels = (low | ((high & 3).astype(np.uint8) << 4)).astype(np.int8) - np.int8(32)
-    return _from_book("iq4", stored[:, 8:]), Stored(_half(stored[:, :2]), levels)
+    sub_scales = (low | ((high & 3).astype(np.uint8) << 4)).astype(np.int8) - np.int8(32)
+    return _from_book("iq4", stored[:, 8:]), Stored(_half(stored[:, :2]), sub_scales)
 
 
 def _mxfp4(stored: Bytes) -> tuple[np.ndarray, Stored]:
@@ -183,7 +183,7 @@ def _mxfp4(stored: Bytes) -> tuple[np.ndarray, Stored]:
 
 
 def _two_levels(shift: int) -> ScaleLayout:
-    return ScaleLayout(_SUPER, levels=True, minima=True, shift=shift)
+    return ScaleLayout(_SUPER, sub_scales=True, mins=True, shift=shift)
 
 
 FORMATS = {
@@ -193,12 +193,12 @@ FORMATS = {
     "Q5_1": Format(BlockForm(8, 32, has_offsets=True), 24, 32, _q5_1, ScaleLayout(32, shift=16)),
     "Q8_0": Format(BlockForm(8, 32, has_offsets=False), 34, 32, _q8_0, ScaleLayout(32)),
     "Q2_K": Format(BlockForm(4, 16, has_offsets=True), 84, _SUPER, _q2_k, _two_levels(2)),
-    "Q3_K": Format(BlockForm(4, 16, has_offsets=False), 110, _SUPER, _q3_k, ScaleLayout(_SUPER, levels=True)),
+    "Q3_K": Format(BlockForm(4, 16, has_offsets=False), 110, _SUPER, _q3_k, ScaleLayout(_SUPER, sub_scales=True)),
     "Q4_K": Format(BlockForm(4, 32, has_offsets=True), 144, _SUPER, _q4_k, _two_levels(8)),
     "Q5_K": Format(BlockForm(8, 32, has_offsets=True), 176, _SUPER, _q5_k, _two_levels(16)),
-    "Q6_K": Format(BlockForm(8, 16, has_offsets=False), 210, _SUPER, _q6_k, ScaleLayout(_SUPER, levels=True)),
+    "Q6_K": Format(BlockForm(8, 16, has_offsets=False), 210, _SUPER, _q6_k, ScaleLayout(_SUPER, sub_scales=True)),
     "IQ4_NL": Format(BlockForm(8, 32, has_offsets=False), 18, 32, _iq4_nl, ScaleLayout(32)),
     "MXFP4": Format(BlockForm(8, 32, has_offsets=False), 17, 32, _mxfp4, ScaleLayout(32, powers=True)),
-    "IQ4_XS": Format(BlockForm(8, 32, has_offsets=False), 136, _SUPER, _iq4_xs, ScaleLayout(_SUPER, levels=True)),
+    "IQ4_XS": Format(BlockForm(8, 32, has_offsets=False), 136, _SUPER, _iq4_xs, ScaleLayout(_SUPER, sub_scales=True)),
 }
 """By ggml's name. All are exact up to the rounding of float32: no value is rounded to another integer."""

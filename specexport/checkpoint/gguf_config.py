@@ -26,7 +26,7 @@ _WIDTHS = {
     "up_exps.weight": ("moe_intermediate_size", "intermediate_size"),
     "up_shexp.weight": ("shared_expert_intermediate_size",),
 }
-"""What the rows of a tensor count, by its name behind ``ffn_``: the first of these that a configuration has."""
+"""What the rows of a tensor count, by its name after ``ffn_``: the first of these that a configuration has."""
 
 
 def correct_config(source: Source, reader: Any, config: Any) -> Any:

@@ -109,7 +109,7 @@ def _open_file(path: Path) -> Any:
 
 
 def _texts(data: memoryview, place: int, count: int) -> tuple[list[memoryview], int]:
-    """Texts one after the other, each behind its length, and the bytes that they take with these."""
+    """Texts one after the other, each after its length, and the bytes that they take with these."""
     found, start = [], place
     for _ in range(count):
         (size,) = _SIZE.unpack_from(data, place)
@@ -117,7 +117,7 @@ def _texts(data: memoryview, place: int, count: int) -> tuple[list[memoryview], 
         found.append(data[place : place + size])
         place += size
     if place > len(data):
-        raise ValueError("a list ends behind the file")
+        raise ValueError("a list ends after the file")
     return found, place - start
 
 
@@ -136,7 +136,7 @@ def architecture(reader: Any) -> str:
 
 
 def module_blocks(reader: Any) -> range:
-    """Numbers of the blocks that are MTP modules, behind the target's layers: ``block_count`` counts them too."""
+    """Numbers of the blocks that are MTP modules, after the target's layers: ``block_count`` counts them too."""
     arch = architecture(reader)
     count, modules = (read(reader, f"{arch}.{key}") or 0 for key in ("block_count", "nextn_predict_layers"))
     return range(max(0, count - modules), count)

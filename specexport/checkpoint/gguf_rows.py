@@ -3,7 +3,7 @@
 What transformers does to them (other names; rows of queries and keys in another order; norms less one) is asked of its
 own conversion.
 
-Of the experts of a layer a file holds a tensor of all gates, one of what these gate, and one behind both. transformers
+Of the experts of a layer a file holds a tensor of all gates, one of what these gate, and one after both. transformers
 has one parameter of the first two: one below the other or row by row in turn, and turned in some models.
 """
 

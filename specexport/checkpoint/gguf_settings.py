@@ -14,7 +14,7 @@ _SIGMOID = 2
 
 
 class GgufMetadata:
-    """What a file says, by keys behind its architecture; CheckpointError for what it must say and does not."""
+    """What a file says, by keys after its architecture; CheckpointError for what it must say and does not."""
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader

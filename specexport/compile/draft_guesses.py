@@ -1,6 +1,6 @@
 """How often a draft guesses what its target writes.
 
-The target writes greedily behind some prompts, all of them in one batch. The draft then reads each of these texts in
+The target writes greedily after some prompts, all of them in one batch. The draft then reads each of these texts in
 one step, and what it would have guessed at each place is compared with what stands there: the share of right guesses is
 the chance that a draft token is accepted. A smaller LM head needs no further step: its guess is the likeliest of the
 tokens that it has. What all texts begin with, a chat template's first turn, is read once.
@@ -40,7 +40,7 @@ PROMPTS = (
 """Code, sums, questions, prose and other languages, in few tokens: the first six, which may be all, have most of these.
 Nothing of it is in the texts of ``bench``, which heads count."""
 FEW_TOKENS, NUM_TOKENS = 12, 32
-"""Tokens that the target writes behind each of the first prompts, and behind each where these leave a doubt."""
+"""Tokens that the target writes after each of the first prompts, and after each where these leave a doubt."""
 PROMPT_LEN = 96
 _CAPACITY = PROMPT_LEN + NUM_TOKENS
 _MAX_WORK, MIN_PROMPTS = 6e12, 6
@@ -50,7 +50,7 @@ _CHUNK, _HELD_OUT, _BEGINNING = 1000, 4, 200  # characters; every fourth chunk o
 
 
 class Text(NamedTuple):
-    """Token ids of a prompt, and what the target wrote behind it."""
+    """Token ids of a prompt, and what the target wrote after it."""
 
     prompt: list[int]
     written: list[int]
@@ -70,7 +70,7 @@ def held_out(texts: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def write_texts(
     folder: Path, target: BuiltModel, prompts: Sequence[str], *, num_ids: int, few: bool = False
 ) -> list[Text]:
-    """What the target writes behind each prompt, up to the first token that ends a text; ``few`` is for a first look.
+    """What the target writes after each prompt, up to the first token that ends a text; ``few`` is for a first look.
 
     ``folder`` is of the target's engine. Without ``prompts`` there are built-in ones, in the chat template if there is
     one. A text with an id from ``num_ids`` up, which the draft does not have, is left out. Raises SpecexportError if

@@ -168,7 +168,7 @@ def weighs_inputs(recipe: PartRecipe, quantize: str | None) -> bool:
 
 
 def _check_states(job: BuildJob, backend: Backend) -> None:
-    """Refuse layers that keep a state where nothing can go back behind drafts."""
+    """Refuse layers that keep a state where nothing can go back after drafts."""
     if job.states and not backend.has_states:
         able = ", ".join(name for name, each in BACKENDS.items() if each.has_states)
         raise UnsupportedModelError(

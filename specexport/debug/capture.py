@@ -71,7 +71,7 @@ def capture_step(
     needed = len(prompt) + after + lookahead + 1
     if needed > bundle.max_model_len:
         raise InvalidRequestError(
-            f"the prompt has {len(prompt)} tokens; with what is decoded behind it that is {needed}, and this bundle "
+            f"the prompt has {len(prompt)} tokens; with what is decoded after it that is {needed}, and this bundle "
             f"takes {bundle.max_model_len}.",
             "give a shorter prompt, or a smaller --after.",
         )
@@ -113,7 +113,7 @@ def _greedy(runner: ModelRunner, prompt: list[int], after: int) -> list[int]:
 
 
 def _next(runner: ModelRunner, token: int, drafts: int = 0) -> int:
-    """Commit ``token``, with which so many are to be rolled back; returns what greedy decoding puts behind it."""
+    """Commit ``token``, with which so many are to be rolled back; returns what greedy decoding puts after it."""
     (found,) = runner.step(0, [RowWork([token], 1, drafts=drafts)], "token_ids").tolist()
     runner.kv.commit(0, runner.kv.kv_len(0) + 1)
     return int(found)

@@ -1,7 +1,7 @@
 """Where two graphs of a model can be compared: tensors that mean the same in both.
 
 Graphs of one checkpoint differ by what passes and lowerings make of it: a product of floats may be one of integers with
-scales behind it, three linear layers may be one, attention may be another function. So a tensor is known by
+scales after it, three linear layers may be one, attention may be another function. So a tensor is known by
 
 - the table that tokens are looked up in;
 - the weight of the linear layer, or of the experts, that give it;
@@ -160,7 +160,7 @@ def _parts(packed: ir.Value) -> Iterable[ir.Value]:
 
 
 def _end(node: ir.Node) -> tuple[ir.Value, bool]:
-    """The tensor that a linear layer gives, behind its bias, and whether a bias was added."""
+    """The tensor that a linear layer gives, after its bias, and whether a bias was added."""
     value, has_bias = node.outputs[0], node.op_type in ("Gemm", "BlockLinear") and len(node.inputs) > 2
     while len(uses := list(value.uses())) == 1 and not value.is_graph_output():
         after, other = uses[0].node, _other(uses[0].node, value)

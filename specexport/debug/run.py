@@ -96,7 +96,7 @@ def _tolerance(entry: ModelEntry) -> float:
 
 
 def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: Progress | None = None) -> DebugReport:
-    """Decode behind ``prompt`` up to the wanted step, and compare two graphs in it, or what two engines leave."""
+    """Decode after ``prompt`` up to the wanted step, and compare two graphs in it, or what two engines leave."""
     _require_packages(options)
     from specexport.debug.capture import capture_step
     from specexport.debug.compare import compare_engines, compare_graphs

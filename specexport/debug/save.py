@@ -223,7 +223,7 @@ class _Attention:
         return whole if scale is None else emit.op("Mul", whole, scale)
 
     def _distances(self) -> npt.NDArray[np.int64]:
-        """[n, end]: how far behind a token an entry is."""
+        """[n, end]: how far after a token an entry is."""
         own, entries = np.arange(self.past, self.end), np.arange(self.end)
         if self.given.get("kv_positions") is not None:
             own = self.feeds[POSITIONS.name][: self.count]

@@ -157,5 +157,5 @@ def _print(
 
 
 def _before(result: "GenerationResult") -> int:
-    """The last token of the round that read the prompt: the table begins behind it."""
+    """The last token of the round that read the prompt: the table begins after it."""
     return result.trace[0].emitted[-1] if result.trace else result.token_ids[0]

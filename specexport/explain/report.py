@@ -44,7 +44,7 @@ class Pieces:
         """Text of each token, for tokens that follow what was passed to :meth:`advance`."""
         texts, before = [], self._before
         for token in tokens:
-            # Many decoders drop a space at the beginning, so a token is decoded behind another.
+            # Many decoders drop a space at the beginning, so a token is decoded after another.
             texts.append(self._decode([before, token])[len(self._decode([before])) :].translate(_VISIBLE))
             before = token
         return texts
@@ -58,7 +58,7 @@ def make_table(trace: Sequence[RoundTrace], pieces: Pieces, *, whole: bool = Fal
     """One row a round; what was weighed only if ``whole``, else it fits ``NARROW`` columns.
 
     Draft tokens: accepted ones in green, a bar, rejected ones in red, ``→`` the target's own.
-    Where branches were tested, ``┬`` and the accepted tokens of one stand behind the rejected ones that it replaces.
+    Where branches were tested, ``┬`` and the accepted tokens of one stand after the rejected ones that it replaces.
     """
     promises, beside = whole and any(r.promised for r in trace), any(r.branches for r in trace)
     columns: list[Column[tuple[int, RoundTrace]]] = [
@@ -130,7 +130,7 @@ def end_line(finish_reason: str, tokens: int, most: int) -> list[str]:
 
 
 def short_lines(summary: Summary) -> list[str]:
-    """The trace in a few sentences, behind the verdict."""
+    """The trace in a few sentences, after the verdict."""
     ways = [_way_line(way) for way in summary.ways] if len(summary.ways) > 1 else []
     return [_count_line(summary), *ways]
 

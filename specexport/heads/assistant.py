@@ -200,7 +200,7 @@ def _read_caches(model: Any, ids: Tensor, config: HeadConfig) -> tuple[Tensor, C
     """See ``HeadKind.read_target``."""
     from transformers import DynamicCache
 
-    kept = DynamicCache()  # without a configuration it keeps what lies behind a window
+    kept = DynamicCache()  # without a configuration it keeps what lies after a window
     logits = model(input_ids=ids, past_key_values=kept, use_cache=True).logits[0]
     layers = [kept.layers[layer] for layer in config.target_layers]
     return logits, [(layer.keys, layer.values) for layer in layers]

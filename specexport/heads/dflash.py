@@ -74,7 +74,7 @@ class ContextProjection(FeatureProjection):
 
 
 class BlockHead(DraftHead):
-    """A head that reads context entries, which have a feature and no token, and a block of tokens behind them."""
+    """A head that reads context entries, which have a feature and no token, and a block of tokens after them."""
 
     def __init__(self, config: HeadConfig, causal: Sequence[bool]) -> None:  # layers that hide what follows a token
         super().__init__(config)
@@ -86,10 +86,10 @@ class BlockHead(DraftHead):
             layer.self_attn.o_proj = _OfBlock(whole.in_features, whole.out_features, whole.bias is not None)
 
     def states(self, input_ids: Tensor, features: Tensor, run: RunModule) -> Tensor:
-        """The hidden state behind the last layer [1, T, H]; that of a context entry means nothing.
+        """The hidden state after the last layer [1, T, H]; that of a context entry means nothing.
 
         A context entry, ``abi.CONTEXT_ID`` in the token ids [T], gives keys and values of its feature in every layer,
-        and has no hidden state: what comes behind attention is computed for the block alone. The block's ``features``
+        and has no hidden state: what comes after attention is computed for the block alone. The block's ``features``
         [1, T, E] are not read.
         """
         is_token = input_ids >= 0
@@ -99,7 +99,7 @@ class BlockHead(DraftHead):
         if not self.every_row:
             block = is_token.nonzero().flatten()
             counted = is_token.to(torch.int64).cumsum(0)
-            places = torch.where(is_token, counted - 1, counted[-1])  # behind the block is a row of zeros
+            places = torch.where(is_token, counted - 1, counted[-1])  # after the block is a row of zeros
             state = state.index_select(1, block)
         for layer in self.body.layers:
             given = layer.input_layernorm(state)
@@ -116,7 +116,7 @@ class BlockHead(DraftHead):
         """A step begins: which of its entries [T] are of blocks. In front of each block is an entry that is not."""
 
     def mixer(self, layer: Any, part: str, given: Tensor) -> Callable[[int, Tensor], Tensor]:  # noqa: ARG002
-        """What mixes a block's rows [1, n, H], before (0) and behind (1) a part of a layer that reads ``given``."""
+        """What mixes a block's rows [1, n, H], before (0) and after (1) a part of a layer that reads ``given``."""
         return lambda _, rows: rows
 
 
@@ -128,7 +128,7 @@ class PlainBlockHead(BlockHead):
 
 
 class _OfBlock(nn.Linear):  # type: ignore[misc]  # torch is not followed
-    """The linear layer behind attention, for the block's rows alone."""
+    """The linear layer after attention, for the block's rows alone."""
 
     rows: Tensor | None = None  # which of the step's rows these are, int64 [n]; None for all
 
@@ -326,7 +326,7 @@ def block_reference(loaded: LoadedHead) -> HeadReference:
 
 
 def first_guesses(head: DraftHead, tokens: Tensor, features: Tensor, *, step: int, rows: int) -> Tensor:
-    """Logits [A, N] behind each ``step``-th token of a text [T], from the second on, of blocks of ``rows``."""
+    """Logits [A, N] after each ``step``-th token of a text [T], from the second on, of blocks of ``rows``."""
     states, _ = guessing_blocks(head, tokens, features, step=step, rows=rows)
     logits: Tensor = head.read(states[:, 1])[0]
     return logits

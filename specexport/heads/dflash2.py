@@ -1,7 +1,7 @@
 """DFlash 2 in torch: blocks whose rows are mixed with those before them, and a selector over each place's best tokens.
 
 Around attention and MLP of every layer, short convolutions along the block read a row and the ones before it, with
-weights that depend on what the part reads. Behind the last layer, the likeliest tokens of each place get a score that
+weights that depend on what the part reads. After the last layer, the likeliest tokens of each place get a score that
 depends on the token in front of it: a product of three small tables (``specexport_runtime.drafters.selector``).
 """
 
@@ -42,7 +42,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 class Dflash2Shape(NamedTuple):
     """What only these heads have."""
 
-    causal: tuple[bool, ...]  # layers whose tokens see none behind them
+    causal: tuple[bool, ...]  # layers whose tokens see none after them
     taps: int  # rows that a convolution reads, the own one among them
     group: int  # neighbouring values of a row that have the same dynamic weight
     rank: int  # r of the selector's tables
@@ -141,7 +141,7 @@ class MixingHead(BlockHead):
         return mix
 
     def select(self, state: Tensor, before: Tensor, ids: Tensor | None) -> Tensor:
-        """Scores [A, N] behind tokens ``before`` [A], -inf for all but the best; ``ids`` [N] are those of the rows."""
+        """Scores [A, N] after tokens ``before`` [A], -inf for all but the best; ``ids`` [N] are those of the rows."""
         (logits, normed), own = self.read(state), self.candidate_selector
         values, rows = logits.topk(min(self.head_config.shape.most, logits.shape[-1]), dim=-1)
         pair = own.predecessor_codebook[before] * own.hidden_projection(normed)

@@ -41,7 +41,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 class DsparkShape(NamedTuple):
     """What only these heads have."""
 
-    causal: tuple[bool, ...]  # layers whose tokens see none behind them
+    causal: tuple[bool, ...]  # layers whose tokens see none after them
     rank: int  # r of the Markov head
     type: str  # how it makes of a token what it adds, see ``_TYPES``
     # of a head that estimates confidence: what it reads beside the hidden state, "" or "markov"; None for others
@@ -63,7 +63,7 @@ class MarkovHead(nn.Module):  # type: ignore[misc]  # torch is not followed
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def forward(self, before: Tensor, normed: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """What is added [A, N] behind the tokens ``before`` [A], and what is remembered; both states are [A, ·]."""
+        """What is added [A, N] after the tokens ``before`` [A], and what is remembered; both states are [A, ·]."""
         own = self.markov_w1(before)
         if self.type == "gated":
             own = torch.sigmoid(self.gate_proj(torch.cat([normed, own], -1))) * own

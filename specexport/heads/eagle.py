@@ -25,7 +25,7 @@ MASK = "mask_hidden"
 
 
 class EagleHead(DraftHead):
-    """EAGLE-1 and 2: a linear layer joins both, and decoder layers follow, without a norm before or behind them."""
+    """EAGLE-1 and 2: a linear layer joins both, and decoder layers follow, without a norm before or after them."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)

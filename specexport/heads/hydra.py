@@ -47,14 +47,14 @@ _ARCHITECTURES = {"mlp": False, "prefix-mlp": True}
 _OTHERS = "give Hydra heads of the architecture 'mlp' or 'prefix-mlp', or another kind of head."
 
 READ = ((5, 2), (1, 3), (2, 1))
-"""New features of each row in each step of first heads in the build's proof. Behind it come steps of later ones, as in
+"""New features of each row in each step of first heads in the build's proof. After it come steps of later ones, as in
 a draft."""
 
 
 class HydraShape(NamedTuple):
     """Heads of which each reads the tokens that those before it guessed (Ankner et al. 2024)."""
 
-    num_blocks: int  # residual blocks of each head behind the one that joins what it reads
+    num_blocks: int  # residual blocks of each head after the one that joins what it reads
     one_block: bool = False  # these are one and the same, run again and again, as their writer has them
     has_prefix: bool = False  # a decoder layer reads the hidden states first (Hydra++)
 
@@ -98,7 +98,7 @@ class HydraHeads(HeadModule):
         return int(whole - self.embed_tokens.weight.numel()) // len(self.heads)
 
     def states(self, input_ids: Tensor, features: Tensor, run: RunModule) -> Tensor:  # noqa: ARG002
-        """Hidden states behind the prefix layer [1, T, H], before its norm, for features [1, T, H]."""
+        """Hidden states after the prefix layer [1, T, H], before its norm, for features [1, T, H]."""
         state = features
         for layer in () if self.body is None else self.body.layers:
             state = through_layer(layer, state, run)
@@ -116,7 +116,7 @@ def read_rows(
 ) -> tuple[Tensor, Tensor]:
     """Logits [R, N] of a packed step, and the hidden states [R, H] that it hands on.
 
-    ``state`` [T, H] is behind the prefix layer, before its norm; ``features`` [T, H] are what the step was fed. For the
+    ``state`` [T, H] is after the prefix layer, before its norm; ``features`` [T, H] are what the step was fed. For the
     others see :func:`heads_asked`.
     """
     numbers = heads_asked(input_ids, logit_rows, cu_new_tokens)
@@ -246,7 +246,7 @@ def _block_name(files: HeadFiles, head: int, block: int, part: str) -> str:
 
 
 def _first_block(files: HeadFiles, head: int, num_blocks: int) -> int:
-    """Number of the first block behind the one that joins which is stored: of one that is run again, one may be."""
+    """Number of the first block after the one that joins which is stored: of one that is run again, one may be."""
     stored = (at for at in range(1, num_blocks + 1) if _block_name(files, head, at, "linear.weight") in files.shapes)
     return next(stored, 1)
 
@@ -274,7 +274,7 @@ def _has_prefix(files: HeadFiles) -> bool:
 
 
 def _is_one_block(files: HeadFiles, num_heads: int, num_blocks: int) -> bool:
-    """Whether the blocks behind the first of each head hold the same values: their writer stores one of them again."""
+    """Whether the blocks after the first of each head hold the same values: their writer stores one of them again."""
     for head in range(num_heads):
         kept = _first_block(files, head, num_blocks)
         for part in ("linear.weight", "linear.bias"):
@@ -296,7 +296,7 @@ def _prefix_layer(files: HeadFiles, target: TargetFacts) -> dict[str, Any]:
     kind = layer.get("model_type")
     if kind != "llama":
         raise UnsupportedModelError(
-            f"{files.name} has Hydra heads behind a prefix layer, which is one of Llama's with its target's sizes, and "
+            f"{files.name} has Hydra heads after a prefix layer, which is one of Llama's with its target's sizes, and "
             f"this target's layers are of {kind}.",
             OTHER_TARGET,
         )

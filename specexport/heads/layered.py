@@ -229,7 +229,7 @@ class _LayerRun:
         return hidden_of(output)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """As transformers' cache: these behind those of the steps before."""
+        """As transformers' cache: these after those of the steps before."""
         if layer in self._past:
             old_keys, old_values = self._past[layer]
             keys, values = torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)

@@ -1,7 +1,7 @@
 """Medusa heads in torch: loading them, what they compute, and the graph of it.
 
 Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", eq. 1:
-``softmax(W2_k (SiLU(W1_k h_t) + h_t))`` guesses the token ``k + 1`` places behind the one that ``h_t`` is of. The
+``softmax(W2_k (SiLU(W1_k h_t) + h_t))`` guesses the token ``k + 1`` places after the one that ``h_t`` is of. The
 target's own LM head gives the first of them, so here head i, from 0, guesses token t + i + 2.
 
 Every row of a step names its head, as its token id. A head reads its own rows and no others: an LM head that no row

@@ -70,13 +70,13 @@ class DraftHead(HeadModule):
         return embedded
 
     def states(self, input_ids: Tensor, features: Tensor, run: RunModule) -> Tensor:
-        """The hidden state behind the last layer [1, T, H] for token ids [T] and features [1, T, E]."""
+        """The hidden state after the last layer [1, T, H] for token ids [T] and features [1, T, E]."""
         return self.hidden(self.embed(input_ids)[None], features, run)
 
     def hidden(self, embedded: Tensor, features: Tensor, run: RunModule) -> Tensor:
-        """The hidden state behind the last layer [B, T, H], for features [B, T, E].
+        """The hidden state after the last layer [B, T, H], for features [B, T, E].
 
-        ``embedded`` [B, T, H] is of the token behind each feature; ``run`` runs a module with attention.
+        ``embedded`` [B, T, H] is of the token after each feature; ``run`` runs a module with attention.
         """
         raise NotImplementedError
 

@@ -1,7 +1,7 @@
 """MTP modules in torch: a decoder layer as the target's own, over an embedding and the hidden state before it.
 
-DeepSeek-V3 (DeepSeek-AI 2024, section 2.2): ``h' = layer(M [norm(h_i), norm(emb(t_{i+1}))])``, and the LM head behind a
-norm. Which of the two comes first in the file's matrix, and whether the norm is before or behind what the next step
+DeepSeek-V3 (DeepSeek-AI 2024, section 2.2): ``h' = layer(M [norm(h_i), norm(emb(t_{i+1}))])``, and the LM head after a
+norm. Which of the two comes first in the file's matrix, and whether the norm is before or after what the next step
 reads, differs by writer. ``mtp_files`` finds modules in checkpoints, and knows their names.
 """
 

@@ -4,11 +4,11 @@ DeepSeek-V3 (DeepSeek-AI 2024, section 2.2), for place i and modules k = 1, 2, .
 
     h_k(i) = layer_k(M_k [norm(h_(k-1)(i)), norm(emb(t_(i+k)))])
 
-``h_0`` is the target's. The LM head behind a norm guesses the token i+k+1. So each module is one of ``mtp``, a place
+``h_0`` is the target's. The LM head after a norm guesses the token i+k+1. So each module is one of ``mtp``, a place
 reads one token more for each module, and keys and values of a module are of its own places. Some writers give every
 module the target's hidden state in the place of the module's before it: the probe tries that too.
 
-In the graph each entry has its feature and the token behind it, and modules find further tokens in the entries behind.
+In the graph each entry has its feature and the token after it, and modules find further tokens in the entries after.
 A row may end in tokens without features: if there are d of them, its logits are module d+1's, of the last entry with a
 feature. See ``abi.AHEAD_ID`` and the runtime's ``drafters.in_turn``.
 """
@@ -49,7 +49,7 @@ class ModulesShape(NamedTuple):
 
 
 class _Module(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """What is around the layer of a module behind the first."""
+    """What is around the layer of a module after the first."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class MtpModules(MtpHead):
 
 
 class ModulesStep(HeadStep):
-    """Modules in turn, which read tokens of the entries behind."""
+    """Modules in turn, which read tokens of the entries after."""
 
     def states(self, context: AttentionContext, features: Tensor, step: tuple[Tensor, ...]) -> Tensor:
         """See ``HeadStep.states``."""
@@ -164,7 +164,7 @@ def _reference(loaded: LoadedHead) -> HeadReference:
     tokens = [generator.integers(0, config.vocab_size, total + count - 1) for total in totals]
 
     def row(index: int, start: int, known: int, ahead: int) -> CheckedRow:
-        """Entries from ``start`` on of a sequence with ``known`` features and ``ahead`` tokens behind them."""
+        """Entries from ``start`` on of a sequence with ``known`` features and ``ahead`` tokens after them."""
         fed = tokens[index][: known + ahead].copy()
         given = np.concatenate([features[index][:known], np.zeros((ahead, config.feature_size), np.float32)])
         with torch.no_grad():

@@ -42,7 +42,7 @@ class Probe(NamedTuple):
 
 
 def probe_head(model: Any, loaded: LoadedHead, pieces: Sequence[npt.NDArray[np.int64]], num_layers: int) -> Probe:
-    """Guess the target's best tokens behind every token of the texts ``pieces``, in each reading."""
+    """Guess the target's best tokens after every token of the texts ``pieces``, in each reading."""
     readings = kind_of(loaded.config).readings(loaded.config, num_layers)
     taps = sorted({tap for reading in readings for tap in reading.config.taps})
     seen = [_read(model, torch.from_numpy(piece), taps, loaded.config) for piece in pieces]
@@ -86,7 +86,7 @@ class _Seen(NamedTuple):
     """What the target made of a text."""
 
     tokens: Tensor  # int64 [T]
-    best: Tensor  # its best token ids behind each token [T]
+    best: Tensor  # its best token ids after each token [T]
     states: Mapping[int, Tensor]  # its hidden states [1, T, H], by tap
     caches: Caches  # keys and values that a head reads; none for one that has its own
 

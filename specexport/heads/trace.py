@@ -42,14 +42,14 @@ class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
         return run_layers(self.model, context, step[0], step[1], features)
 
     def read(self, state: Tensor, features: Tensor, step: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """Logits and what is handed on, of the state [T, H] behind the layers; ``features`` [T, E] were fed."""
+        """Logits and what is handed on, of the state [T, H] after the layers; ``features`` [T, E] were fed."""
         return self.model.read(state.index_select(0, step[2]))
 
 
 def run_layers(
     head: DraftHead, context: AttentionContext, input_ids: Tensor, positions: Tensor, features: Tensor, *more: Tensor
 ) -> Tensor:
-    """The hidden state [1, T, H] behind a head's layers; ``more`` is what a kind's ``states`` reads besides."""
+    """The hidden state [1, T, H] after a head's layers; ``more`` is what a kind's ``states`` reads besides."""
     given = features[None].to(head.dtype)
     if head.body is None:  # nothing but heads
         return given
@@ -71,7 +71,7 @@ def causal_step(head: Any, input_ids: Tensor, features: Tensor) -> tuple[Tensor,
 
 
 def causal_states(head: Any, input_ids: Tensor, features: Tensor) -> Tensor:
-    """The hidden state [T, H] behind a head's layers over one sequence; see :func:`causal_step`."""
+    """The hidden state [T, H] after a head's layers over one sequence; see :func:`causal_step`."""
     if head.body is None:
         return features
     width = len(input_ids)

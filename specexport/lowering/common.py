@@ -30,7 +30,7 @@ _LARGE = 3.0e38  # below the largest float32; no sum of logits comes near it
 
 
 def is_causal(node: "ir.Node") -> bool:
-    """Whether each token of an ``UnpaddedAttention`` node sees nothing behind itself."""
+    """Whether each token of an ``UnpaddedAttention`` node sees nothing after itself."""
     return bool(node.attributes.get_int(CAUSAL_ATTRIBUTE, 1))
 
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings into attention nodes, and residual additions into the norms behind them."""
+"""Rotary embeddings into attention nodes, and residual additions into the norms after them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specexport.lowering.fuse_region import Region, RegionProbe, Rotation
 
 ROTARY_ATTRIBUTE = "rotary_interleaved"
-"""Marks an attention node that rotates q and k by two tables behind its other inputs; 1 if pairs are neighbours."""
+"""Marks an attention node that rotates q and k by two tables after its other inputs; 1 if pairs are neighbours."""
 ROTARY_INPUTS = (len(UNPADDED_ATTENTION.inputs), len(UNPADDED_ATTENTION.inputs) + 1)
 """Which inputs of the node are the tables: cosine and sine, in the type of q, [rows, rotary_dim / 2]."""
 
@@ -43,7 +43,7 @@ def rotary_pass(
 
 def norm_pass() -> CountingPass:
     """:func:`fuse_norms` as a pass of a lowering."""
-    return Rewrite("norm-fuse", "an addition and the norm behind it are one kernel; gates need them apart", fuse_norms)
+    return Rewrite("norm-fuse", "an addition and the norm after it are one kernel; gates need them apart", fuse_norms)
 
 
 def rotary_rows(max_model_len: int, max_positions: int | None) -> int:
@@ -228,7 +228,7 @@ def before_reshapes(value: "ir.Value | None") -> "ir.Value | None":
 
 
 def fuse_norms(ir_model: "ir.Model") -> int:
-    """Join each residual addition of a lowered model with the norm behind it, in place; returns how many.
+    """Join each residual addition of a lowered model with the norm after it, in place; returns how many.
 
     In 16 bits the joined kernel adds and sums squares in float32 (machine code of onnxruntime-gpu 1.31.1 for sm 90),
     and rounds the sum that goes on. The norm alone reads a rounded sum; both round their result once.

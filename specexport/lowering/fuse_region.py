@@ -154,7 +154,7 @@ def _widen(graph: "ir.Graph") -> None:
 
 
 def measure_rotation(probe: RegionProbe, rows: int, limit: int | None = None) -> Rotation | None:
-    """The tables of positions 0 … rows-1 (the last repeated behind ``limit``); None for no rotary embedding."""
+    """The tables of positions 0 … rows-1 (the last repeated after ``limit``); None for no rotary embedding."""
     limit = rows if limit is None else min(rows, limit)
     dim = probe.dim
     one = np.zeros((2, probe.heads, dim), np.float32)

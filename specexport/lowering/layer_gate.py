@@ -56,7 +56,7 @@ def _regions(graph: "ir.Graph", blocks: ResidualBlocks) -> "list[list[ir.Node]]"
 
 
 def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks, *, separate: bool = False) -> int:
-    """Put every block behind a gate, in place, with one input, or ``separate`` ones as a GPU wants; gives G = 2N."""
+    """Put every block into a gate, in place, with one input, or ``separate`` ones as a GPU wants; gives G = 2N."""
     import onnx_ir as ir
 
     graph, gates = ir_model.graph, len(blocks.gate_kinds)
@@ -95,7 +95,7 @@ def _split_mask(graph: "ir.Graph", names: "Sequence[str]") -> "Sequence[ir.Value
 def gate_block(
     graph: "ir.Graph", name: str, switch: "ir.Value", block: ResidualBlock, region: "Sequence[ir.Node]"
 ) -> "tuple[ir.Node, ir.Value]":
-    """Move one block into an ``If``; returns it and the stream behind it."""
+    """Move one block into an ``If``; returns it and the stream after it."""
     import onnx_ir as ir
 
     add = block.total.producer()
@@ -132,7 +132,7 @@ def _passed_on(graph: "ir.Graph", block: ResidualBlock, body: "Sequence[ir.Node]
 
 
 class _Cosines:
-    """Adds the cosine of the stream before and after each mixer, right behind it: no stream need be kept."""
+    """Adds the cosine of the stream before and after each mixer, right after it: no stream need be kept."""
 
     def __init__(self, graph: "ir.Graph", wanted: "ir.Value") -> None:
         self._graph = graph

@@ -102,7 +102,7 @@ class _Chosen:
         self._places: dict[tuple[tuple[int, ...], int], ir.Value] = {}
 
     def places(self, adapters: tuple[int, ...], rank: int) -> "ir.Value":
-        """Where in a tensor [T, N] (``rank`` 2) or [1, T, N] (3) rows of these adapters go, one behind the other."""
+        """Where in a tensor [T, N] (``rank`` 2) or [1, T, N] (3) rows of these adapters go, one after the other."""
         key = adapters, rank
         if key not in self._places:
             emit, tokens = self._emit, [self.tokens[number] for number in adapters]
@@ -187,7 +187,7 @@ def _linear(
 
 
 def _blocks(site: _Site, adapter: Adapter) -> Iterator[_Block]:
-    """The layers of a site that an adapter changes; what it leaves alone goes to the one before, or behind it."""
+    """The layers of a site that an adapter changes; what it leaves alone goes to the one before, or after it."""
     before, start, pending = 0, 0, None
     for part, width in zip(site.parts, site.widths, strict=True):
         own = adapter.get(part)

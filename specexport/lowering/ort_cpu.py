@@ -159,7 +159,7 @@ def _widen(ir_model: "ir.Model", node: "ir.Node") -> bool:
 
 
 def use_int8_caches(ir_model: "ir.Model", ranges: Sequence[CacheRange]) -> int:
-    """Let attention keep its caches in int8, in place, behind all passes and fusions; ``ranges`` has one a layer."""
+    """Let attention keep its caches in int8, in place, after all passes and fusions; ``ranges`` has one a layer."""
     import onnx_ir as ir
 
     nodes = list(attention_nodes(ir_model))

@@ -8,7 +8,7 @@ A block holds 256 entries: the fused kernel wants a multiple of 256 for head siz
 above, and the operator a power of two.
 
 The kernel knows one head size, a multiple of 8, for keys and values. Others take zeros at the end of each head, which
-changes no dot product, and lose them again behind the kernel.
+changes no dot product, and lose them again after the kernel.
 
 Source: the operator's schema in onnxruntime 1.31 (docs/ContribOperators.md, docs/contrib_ops/cuda/paged_attention.md).
 """
@@ -213,7 +213,7 @@ def _replace(ir_model: "ir.Model", node: "ir.Node", geometry: LayerGeometry, sha
 
 
 def _widen(emit: Emitter, tokens: "ir.Value | None", heads: int, given: int, size: int) -> "ir.Value | None":
-    """[T, heads*given] to [T, heads*size], zeros behind each head: a product, as Pad has no bfloat16 kernel."""
+    """[T, heads*given] to [T, heads*size], zeros after each head: a product, as Pad has no bfloat16 kernel."""
     if given == size or tokens is None or tokens.dtype is None:
         return tokens
     eye = np.eye(given, size).astype(tokens.dtype.numpy())

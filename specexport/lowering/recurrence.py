@@ -2,7 +2,7 @@
 
 A ``Scan`` over cache rows runs each row by itself. ``com.microsoft.LinearAttention`` works through
 its tokens one after another, so that a token has the same bits in a step of any width; once up to the last token that
-is for good, which leaves the state in place, and once more behind it for drafts, whose state is not kept.
+is for good, which leaves the state in place, and once more after it for drafts, whose state is not kept.
 
 Inputs and outputs of a row share memory. So what is written to it is made of copies: of ``x`` and ``seen`` below.
 """

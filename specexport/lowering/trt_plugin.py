@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SPLIT_ENTRIES = 1024
 """A split has at least this many entries in the longest row: its partial sum is written and read once more."""
 
-MOST_SPLITS = 8
+MAX_SPLITS = 8
 """The partial sums of a step are this many times as large as float32 queries, in prefill too."""
 
 PLUGIN_VERSION = "1"  # tensorrt.plugin registers every plugin under this version
@@ -42,7 +42,7 @@ PLUGIN_VERSION = "1"  # tensorrt.plugin registers every plugin under this versio
 def choose_num_splits(kv_capacity: int, window: int) -> int:
     """Splits of a layer. One number for all profiles of an engine: it is the size of an output."""
     seen = min(kv_capacity, window) if window > 0 else kv_capacity
-    return max(1, min(MOST_SPLITS, seen // SPLIT_ENTRIES))
+    return max(1, min(MAX_SPLITS, seen // SPLIT_ENTRIES))
 
 
 def lower_trt_plugin(ir_model: "ir.Model", *, kv_capacity: int, num_splits: int | None = None) -> tuple[str, ...]:

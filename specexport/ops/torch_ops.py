@@ -157,7 +157,7 @@ def _causal_conv(
 def _run(
     advance: Advance, x: Tensor, width: int, state: Tensor, pending: Tensor, state_steps: Tensor, cu_new_tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every row: what is for good, then the drafts, from the state behind that."""
+    """Every row: what is for good, then the drafts, from the state after that."""
     states, waiting, output = state.clone(), pending.clone(), x.new_zeros(len(x), width)
     firsts = cu_new_tokens.tolist()
     for row, (settled, drafts, certain, drafted) in enumerate(state_steps.tolist()):

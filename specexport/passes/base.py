@@ -66,7 +66,7 @@ def attention_nodes(model: ir.Model) -> Iterator[ir.Node]:
 
 
 def constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor behind an initializer; None for anything else."""
+    """The tensor after an initializer; None for anything else."""
     if value is None or not value.is_initializer():
         return None
     return value.const_value

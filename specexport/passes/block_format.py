@@ -15,21 +15,21 @@ arrays, in order    when                                                   eleme
 ==================  =====================================================  ===============================
 scales              ``half``, ``single``                                   float16 or float32 [groups, 16]
                     ``power``: 2^(e - 128)                                 uint8 [groups, 16]
-levels, bases       ``level``: scale = base * level                        int8 [groups, 16], float16 [supers, 16]
+sub_scales, d       ``k_quant``: scale = d * sub-block scale              int8 [groups, 16], float16 [supers, 16]
 offsets             ``offset``                                             as the scales
 zeros               ``zero``: of each group                                uint8 [groups, 16]
-minima, leasts      ``minima``: offset = least * minimum                   uint8 [groups, 16], float16 [supers, 16]
+mins, dmin          ``mins``: offset = dmin * min                          uint8 [groups, 16], float16 [supers, 16]
 ==================  =====================================================  ===============================
 
 Float weights are [K, 16] a tile. Everything here is numpy.
 
-Products round activations to 8 bits, and have the same bits on every processor. With ``level`` an activation is
+Products round activations to 8 bits, and have the same bits on every processor. With ``k_quant`` an activation is
 ``unit * k * code``: one unit for 256 inputs, and for each 32 of them k, an integer from 1 to 16. Then all is integers
 over 256 inputs, and two or three roundings, in this order (``fma`` rounds once, ``float`` to nearest even)::
 
-    S = sum of level * k * (weight's code - zero) * code      T = sum of minimum * k * code
-    out = fma(float(S) * base, unit, out)                     without minima
-    out = fma(fma(float(T), least, float(S) * base), unit, out)
+    S = sum of sub-scale * k * (weight's code - zero) * code      T = sum of min * k * code
+    out = fma(float(S) * d, unit, out)                         without mins
+    out = fma(fma(float(T), dmin, float(S) * d), unit, out)
 
 Both sums fit in int32 for what files hold with k up to 16, and are taken modulo 2^32. In other formats 32
 activations share a float32 scale, and each block, or each of its halves where there are groups of 16, adds
@@ -55,7 +55,7 @@ BLOCK = 32
 """Inputs whose activations share a scale."""
 PANEL = 1024
 """Inputs of a panel."""
-_SUPER = 256  # inputs that share a base
+_SUPER = 256  # inputs of a super-block, which share d and dmin
 _LINE = 64
 _CHUNK = 1 << 22  # weights worked on at a time: bounds the memory beside the result
 _KEPT_CHUNK = 1 << 20  # of those that are read as they are stored: the system need not give memory for each anew
@@ -71,8 +71,8 @@ class Layout(NamedTuple):
 
     bits: int  # of a code
     group: int  # inputs that share a scale, 16 to 1024: a power of two
-    scale: str  # ``half``, ``single``, ``level``, or ``power`` of two
-    shift: str = ""  # ``""`` for the middle of the codes, ``offset``, ``zero`` or ``minima``
+    scale: str  # ``half``, ``single``, ``k_quant``, or ``power`` of two
+    shift: str = ""  # ``""`` for the middle of the codes, ``offset``, ``zero`` or ``mins``
     bias: int = 0  # the codes of a ``BlockWeight`` are larger by it
     lookup: str = ""  # the codebook of ``BOOKS`` that codes are places in; empty without one
 
@@ -88,17 +88,17 @@ NAMED = {
     "int4_offset": Layout(4, 32, "half", "offset"),
     "int5": Layout(5, 32, "half", bias=112),
     "int5_offset": Layout(5, 32, "half", "offset", bias=112),
-    "q2_k": Layout(2, 16, "level", "minima", bias=6),
-    "q3_k": Layout(3, 16, "level", bias=4),
-    "q4_k": Layout(4, 32, "level", "minima"),
-    "q5_k": Layout(5, 32, "level", "minima", bias=112),
-    "q6_k": Layout(6, 16, "level", bias=96),
+    "q2_k": Layout(2, 16, "k_quant", "mins", bias=6),
+    "q3_k": Layout(3, 16, "k_quant", bias=4),
+    "q4_k": Layout(4, 32, "k_quant", "mins"),
+    "q5_k": Layout(5, 32, "k_quant", "mins", bias=112),
+    "q6_k": Layout(6, 16, "k_quant", bias=96),
     "iq4_nl": Layout(4, 32, "half", lookup="iq4"),
-    "iq4_xs": Layout(4, 32, "level", lookup="iq4"),
+    "iq4_xs": Layout(4, 32, "k_quant", lookup="iq4"),
     "mxfp4": Layout(4, 32, "power", lookup="fp4"),
 }
 """Formats with a name. ``group4_64_f16`` is 4 bits with a float16 scale for 64 inputs; ``f32`` is there
-too, and behind either ``_zero`` (a byte for the code that stands for 0) or ``_offset``."""
+too, and after either ``_zero`` (a byte for the code that stands for 0) or ``_offset``."""
 FLOATS = {"f32": 4, "bf16": 2, "f16": 2}
 """Bytes of a value of the formats that are no codes."""
 _KINDS = {
@@ -231,8 +231,8 @@ def stored(format: str, packed: Packed, n: int, k: int) -> tuple[np.ndarray, Flo
     def spread(name: str) -> Float32Array:
         return np.repeat(whole[name], share, axis=1)[:, :groups].astype(np.float32)
 
-    if form.scale == "level":
-        scales = spread("bases") * whole["levels"].astype(np.float32)
+    if form.scale == "k_quant":
+        scales = spread("d") * whole["sub_scales"].astype(np.float32)
     else:
         scales = (
             whole["scales"]
@@ -242,8 +242,8 @@ def stored(format: str, packed: Packed, n: int, k: int) -> tuple[np.ndarray, Flo
     offsets = None
     if form.shift == "offset":
         offsets = whole["offsets"].astype(np.float32)
-    elif form.shift == "minima":
-        offsets = spread("leasts") * whole["minima"].astype(np.float32)
+    elif form.shift == "mins":
+        offsets = spread("dmin") * whole["mins"].astype(np.float32)
     zeros = np.repeat(whole["zeros"], form.group, axis=1)[:, :k].astype(np.int32) if form.shift == "zero" else form.zero
     return codes - zeros, scales.astype(np.float32), offsets
 
@@ -268,13 +268,13 @@ def _arrays(form: Layout) -> dict[str, tuple[np.dtype, int]]:
     byte: np.dtype = np.dtype(np.uint8)
     number = {"half": half, "power": byte}.get(form.scale, np.dtype("<f4"))
     scales = {"scales": (number, form.group)}
-    if form.scale == "level":
-        scales = {"levels": (np.dtype(np.int8), form.group), "bases": (half, _SUPER)}
+    if form.scale == "k_quant":
+        scales = {"sub_scales": (np.dtype(np.int8), form.group), "d": (half, _SUPER)}
     shifts: dict[str, dict[str, tuple[np.dtype, int]]] = {
         "": {},
         "offset": {"offsets": (number, form.group)},
         "zero": {"zeros": (byte, form.group)},
-        "minima": {"minima": (byte, form.group), "leasts": (half, _SUPER)},
+        "mins": {"mins": (byte, form.group), "dmin": (half, _SUPER)},
     }
     return scales | shifts[form.shift]
 
@@ -304,8 +304,8 @@ def _places(form: Layout, k: int) -> Iterator[tuple[int, int, int, dict[str, tup
 def _check(format: str, form: Layout, weight: BlockWeight) -> None:  # noqa: A002
     spread, has = weight.spread, weight.form
     fits = form.group == has.block and bool(form.shift) == has.has_offsets
-    if form.scale == "level":
-        fits = fits and spread is not None and spread.levels and spread.minima == (form.shift == "minima")
+    if form.scale == "k_quant":
+        fits = fits and spread is not None and spread.sub_scales and spread.mins == (form.shift == "mins")
     fits = fits and (form.scale == "power") == (spread is not None and spread.powers)
     if not fits:
         raise ValueError(f"the format {format} cannot hold {weight.kind} weights of {has}, {spread}")
@@ -323,10 +323,10 @@ def _parameters(form: Layout, blocks: Blocks, middle: int) -> dict[str, np.ndarr
     """The arrays of some rows, [rows, count] each, by name."""
     kept = blocks.stored
     values: dict[str, np.ndarray] = {}
-    if form.scale == "level":
-        values |= {"levels": kept.levels, "bases": kept.base}  # type: ignore[union-attr,dict-item]
+    if form.scale == "k_quant":
+        values |= {"sub_scales": kept.sub_scales, "d": kept.d}  # type: ignore[union-attr,dict-item]
     else:
-        values["scales"] = blocks.scales if kept is None else kept.base
+        values["scales"] = blocks.scales if kept is None else kept.d
         if form.scale == "power":
             values["scales"] = (np.frexp(values["scales"])[1] + 127).astype(np.uint8)
         if form.scale == "half" and not _fits_half(values["scales"]):
@@ -336,10 +336,10 @@ def _parameters(form: Layout, blocks: Blocks, middle: int) -> dict[str, np.ndarr
         if zeros is None:
             raise ValueError("offsets are no multiples of scales")
         values["zeros"] = zeros
-    elif form.shift == "minima":
-        values |= {"minima": kept.minima, "leasts": kept.least}  # type: ignore[union-attr,dict-item]
+    elif form.shift == "mins":
+        values |= {"mins": kept.mins, "dmin": kept.dmin}  # type: ignore[union-attr,dict-item]
     elif form.shift == "offset" and kept is not None:
-        values["offsets"] = kept.least  # type: ignore[assignment]
+        values["offsets"] = kept.dmin  # type: ignore[assignment]
     elif form.shift == "offset" and blocks.offsets is not None:
         values["offsets"] = blocks.offsets - np.float32(middle) * blocks.scales
     return values

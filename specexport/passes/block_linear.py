@@ -63,7 +63,7 @@ def narrowest(parts: Iterable[np.ndarray]) -> str:
 
 
 def put_linear(graph: ir.Graph, site: LinearSite, packing: Packing) -> None:
-    """Replace a layer, and the bias behind it, by one ``BlockLinear``."""
+    """Replace a layer, and the bias after it, by one ``BlockLinear``."""
     emit, old, bias = Emitter(graph), site.node, site.bias
     added = _bias_behind(site) if bias is None else None
     end = old.outputs[0] if added is None else added.outputs[0]

@@ -30,23 +30,23 @@ class ScaleLayout(NamedTuple):
 
     ::
 
-        scales  = base * levels            offsets = shift * scales + least * minima
+        scales  = d * sub_scales           offsets = shift * scales + dmin * mins
     """
 
-    values: int  # weights that share a base, and a least
-    levels: bool = False  # whether there are levels; else scales are the bases
-    minima: bool = False  # whether there are minima; else the least is added as it is
+    values: int  # weights of a super-block, which share d and dmin
+    sub_scales: bool = False  # whether sub-blocks have scales; else scales are d
+    mins: bool = False  # whether sub-blocks have mins; else dmin is added as it is
     shift: int = 0  # how many scales an offset holds
-    powers: bool = False  # whether bases are powers of two, and may be none of float16
+    powers: bool = False  # whether each d is a power of two, which float16 may not hold
 
 
 class Stored(NamedTuple):
     """Scales and offsets as a checkpoint stores them, see :class:`ScaleLayout`."""
 
-    base: npt.NDArray[np.floating]  # float16 [n, K / values], or float32 powers of two
-    levels: npt.NDArray[np.int8] | None = None  # int8 [n, K / block], or None
-    least: npt.NDArray[np.float16] | None = None  # float16 [n, K / values]; None without offsets
-    minima: npt.NDArray[np.int8] | None = None  # int8 [n, K / block], or None
+    d: npt.NDArray[np.floating]  # float16 [n, K / values], or float32 powers of two
+    sub_scales: npt.NDArray[np.int8] | None = None  # int8 [n, K / block], or None
+    dmin: npt.NDArray[np.float16] | None = None  # float16 [n, K / values]; None without offsets
+    mins: npt.NDArray[np.int8] | None = None  # int8 [n, K / block], or None
 
 
 class Blocks(NamedTuple):

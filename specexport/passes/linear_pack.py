@@ -26,7 +26,7 @@ class Linear(NamedTuple):
 
     matmul: ir.Node
     weight: ir.Value  # constant [K, N], without other readers
-    add: ir.Node | None  # the Add behind it, if there is a bias
+    add: ir.Node | None  # the Add after it, if there is a bias
     bias: ir.Value | None  # constant [N]
 
     @property

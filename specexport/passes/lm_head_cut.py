@@ -87,6 +87,6 @@ def _find_head(model: ir.Model) -> tuple[list[ir.Node], LinearSite]:
         value = computed[0]
     raise UnsupportedModelError(
         "draft_vocab_size was given, and this draft's LM head cannot be cut: its logits are no linear layer with "
-        "elementwise operations behind it.",
+        "elementwise operations after it.",
         "leave out --draft-vocab-size, or take another draft.",
     )

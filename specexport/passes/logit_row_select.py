@@ -30,7 +30,7 @@ class LogitRowSelectPass(CountingPass):
 
     The trace copies all T rows to select some, and all R*V logits to cut the batch axis. Here hidden [1, T, H] is
     gathered to [R, H] and multiplied by W [V, H] as stored, so that a tied embedding is one weight; elementwise nodes
-    behind it carry on with [R, V]. A tail of another form is correct as traced, and stays. Counts 1 if it matched.
+    after it carry on with [R, V]. A tail of another form is correct as traced, and stays. Counts 1 if it matched.
     """
 
     name = "logit-row-select"

@@ -82,7 +82,7 @@ def default_passes(
         *cutting,  # before the weights are cast and quantized: what goes needs neither
         *noting,  # before packing: ranges are known by the checkpoint's weights
         *packing,
-        *marking,  # behind packing, so that joined layers are one; before the weights get other forms
+        *marking,  # after packing, so that joined layers are one; before the weights get other forms
         PrecisionCastPass(dtype),
         *quantizing,
         NodeDeduplicatePass(),

@@ -241,7 +241,7 @@ def _check_caches(
 
 
 def _through_views(flow: Dataflow, stream: ir.Value) -> ir.Value:
-    """The stream behind reshapes that are all that reads it: OPT takes the batch axis off before its MLP."""
+    """The stream after reshapes that are all that reads it: OPT takes the batch axis off before its MLP."""
     while True:
         readers = flow.readers.get(stream, [])
         if len(readers) != 1 or readers[0].op_type not in _VIEWS or readers[0].inputs[0] is not stream:

@@ -165,7 +165,7 @@ def packed_step(
     model: Any,
     calls: ModelCalls,
     *,
-    tokens: "Sequence[int] | npt.NDArray[np.int64]",  # of all rows, one row behind the other [T]
+    tokens: "Sequence[int] | npt.NDArray[np.int64]",  # of all rows, one row after the other [T]
     positions: "Sequence[int] | npt.NDArray[np.int64]",  # of each token [T]
     kv_lens: "Sequence[int]",  # cache entries of each row before the step
     counts: "Sequence[int]",  # new tokens of each row

@@ -16,7 +16,7 @@ from specexport_runtime.errors import UnsupportedModelError
 
 _PROBE_TOKENS = 3
 _FAR = 10_000_019
-"""A position behind every window."""
+"""A position after every window."""
 
 
 class ModelCalls(NamedTuple):

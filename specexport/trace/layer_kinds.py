@@ -30,7 +30,7 @@ class LayerKinds(NamedTuple):
     rest: tuple[Any, ...]  # what each layer gives beside the hidden state, None for layers that give that alone
 
     def traced(self, taps: Sequence[int] = ()) -> list[int]:
-        """Layers that must be traced: the first and the last of each kind, and those that a head reads behind."""
+        """Layers that must be traced: the first and the last of each kind, and those that a head reads after."""
         found = set(self.kinds) | {tap - 1 for tap in taps if 0 < tap <= len(self.kinds)}
         last = {kind: layer for layer, kind in enumerate(self.kinds)}
         return sorted(found | set(last.values()))
@@ -121,7 +121,7 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
         def enter(_layer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             hidden = given[0] if given else named.get("hidden_states")
             if self._now is not None or index != len(self._notes) or not isinstance(hidden, Tensor):
-                self._trouble = self._trouble or "its layers do not run one behind the other"
+                self._trouble = self._trouble or "its layers do not run one after the other"
                 return
             if index and hidden is not self._hidden:
                 self._trouble = self._trouble or "something is computed between its layers"

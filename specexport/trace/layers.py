@@ -41,7 +41,7 @@ class FeatureRequest(NamedTuple):
     """The features that a target is to give."""
 
     # Hidden states: ``i`` is what decoder layer ``i`` reads, N (how many there are) what the last one gives,
-    # ``abi.AFTER_NORM`` what is behind the last norm
+    # ``abi.AFTER_NORM`` what is after the last norm
     taps: tuple[int, ...]
     projection: Any  # a module from the list of ``taps``, [..., H] each, to the features [..., E]
     size: int  # E

@@ -66,7 +66,7 @@ def _falcon(
 def _scores(
     core: Core, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
 ) -> tuple[Tensor, None]:
-    """``_attn`` of GPT-J and CodeGen, behind the rotary embedding."""
+    """``_attn`` of GPT-J and CodeGen, after the rotary embedding."""
     q, k = query.to(value.dtype), key.to(value.dtype)
     return core(module, q, k, value, attention_mask, scaling=1 / module.scale_attn).transpose(1, 2), None
 

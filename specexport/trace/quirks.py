@@ -3,7 +3,7 @@
 To add one: a function of the model and the step, and a line in :data:`QUIRKS`.
 
 - Positions: some decoders do not hand on the positions that they are given. BART and its kin count from the cache's
-  length; RoBERTa and its kin count the ids that are no padding, and begin behind the padding token's id. What such a
+  length; RoBERTa and its kin count the ids that are no padding, and begin after the padding token's id. What such a
   module takes is replaced, by the form of the module and not by model. A padding token inside a text is a token as any
   other here.
 - Complex numbers: rotary embeddings of some models are written as complex products. ONNX has no complex type, and

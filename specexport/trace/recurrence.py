@@ -259,7 +259,7 @@ def _written_out(model: Any) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _is_causal(conv: torch.nn.Conv1d) -> bool:
-    """Whether each channel sees itself alone, and, once the outputs behind the inputs are cut off, its past."""
+    """Whether each channel sees itself alone, and, once the outputs after the inputs are cut off, its past."""
     alone = conv.groups == conv.in_channels == conv.out_channels
     return alone and conv.padding == (conv.kernel_size[0] - 1,) and (conv.stride, conv.dilation) == ((1,), (1,))
 

@@ -173,11 +173,11 @@ class _Unrolling:
             if value not in self._kept and (value.is_graph_output() or any(use.node not in own for use in value.uses()))
         ]
         if len(results) != 1:
-            raise Unlike(f"{len(results)} values of layer {number}'s trace are read behind it")
+            raise Unlike(f"{len(results)} values of layer {number}'s trace are read after it")
         return _Layer(number, nodes, results[0])
 
     def _check_readers(self, layers: Mapping[int, _Layer], taps: Sequence[int]) -> None:
-        """Only the next layer may read what a layer gives, and whatever is behind the last one, or in a head."""
+        """Only the next layer may read what a layer gives, and whatever is after the last one, or in a head."""
         owners = {node: number for number, layer in layers.items() for node in layer.nodes}
         for number, following in zip(self._traced, self._traced[1:], strict=False):
             readers = {owners.get(use.node) for use in layers[number].result.uses()}
@@ -302,7 +302,7 @@ class _Unrolling:
         return found
 
     def _order_kept(self) -> None:
-        """Put caches and states of all layers in their order, behind all else, as the contract has them."""
+        """Put caches and states of all layers in their order, after all else, as the contract has them."""
         for values, sides in ((self._graph.inputs, _INPUTS), (self._graph.outputs, _OUTPUTS)):
             by_name = {str(value.name): value for value in values}
             names = [
@@ -318,7 +318,7 @@ class _Unrolling:
             values.extend(ordered)
 
     def _order_weights(self) -> None:
-        """Put the weights in the model's order; whatever else there is stays behind them."""
+        """Put the weights in the model's order; whatever else there is stays after them."""
         values = self._graph.initializers
         names = [name for name in map(WEIGHT_PREFIX.__add__, self._weights) if name in values]
         for name in [*names, *(name for name in list(values) if name not in set(names))]:

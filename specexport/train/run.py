@@ -225,7 +225,7 @@ def _trainer(options: TrainOptions, student: Any, store: Any) -> Any:
 def _learn(run: _Run, trainer: Any) -> None:
     folder, total = run.options.work_folder / f"{run.options.kind}-state", trainer.settings.total
     if trainer.resume(folder):
-        run.clock.note(f"goes on behind {trainer.done} of {total} batches")
+        run.clock.note(f"goes on after {trainer.done} of {total} batches")
     held, saved = _held_out(len(trainer.store)), time.monotonic()
     while trainer.done < total:
         trainer.step()

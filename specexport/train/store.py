@@ -85,7 +85,7 @@ class FeatureStore:
             return Example(file.get_slice("tokens")[start:stop].long(), file.get_slice("states")[start:stop])
 
     def writer(self) -> "StoreWriter":
-        """What adds texts behind those that are there."""
+        """What adds texts after those that are there."""
         return StoreWriter(self.folder, self.made_of, self.num_files)
 
 
@@ -148,7 +148,7 @@ def collect_states(
     *,
     on_batch: Callable[[int], None] = lambda _: None,  # hears how many texts are done
 ) -> None:
-    """Run the target over texts and keep what it has at ``taps`` and behind its last norm."""
+    """Run the target over texts and keep what it has at ``taps`` and after its last norm."""
     wanted = [*taps, AFTER_NORM]
     for at in range(0, len(texts), BATCH):
         group = texts[at : at + BATCH]

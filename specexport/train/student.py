@@ -32,7 +32,7 @@ class Guess(NamedTuple):
 
 
 def at_offset(values: Tensor, offset: int) -> Tensor:
-    """What of values [B, T] lies ``offset`` places behind each place but the last [B, T-1]; 0 beyond the end."""
+    """What of values [B, T] lies ``offset`` places after each place but the last [B, T-1]; 0 beyond the end."""
     return functional.pad(values[:, offset:], (0, offset))[:, : values.shape[1] - 1]
 
 

@@ -220,7 +220,7 @@ class HeadTree(LogitTree):
         self._last, self._feature, self._newest = fed[-1:], features[-1:], self._stand_in(context[-1:])[0]
 
     def _logits(self, path: Path) -> Float32Array:
-        """What the head gives behind a path; of a parallel one, the logits of its place, in rounds of whole drafts."""
+        """What the head gives after a path; of a parallel one, the logits of its place, in rounds of whole drafts."""
         if self._reads_draft:
             return self._continue(path)
         if self._num_heads:
@@ -259,7 +259,7 @@ class HeadTree(LogitTree):
         return logits
 
     def _continue(self, path: Path) -> Float32Array:
-        """What the head of a place says of the path to it; behind the last head, that of its last tokens."""
+        """What the head of a place says of the path to it; after the last head, that of its last tokens."""
         logits: Float32Array = self._runner.step(0, [RowWork(self._last, 1, self._feature)])[0].copy()
         if path:
             state = self._runner.executor.next_features.copy()
@@ -275,7 +275,7 @@ class HeadTree(LogitTree):
         return logits
 
     def _guess(self, path: Path) -> Float32Array:
-        """What the head of a place says, whatever the tokens before it; behind the last head, that one."""
+        """What the head of a place says, whatever the tokens before it; after the last head, that one."""
         number = min(len(path), self._num_heads - 1)
         logits: Float32Array = self._runner.step(0, [RowWork([number], 1, self._feature)])[0]
         return logits

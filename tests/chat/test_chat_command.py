@@ -128,7 +128,7 @@ def test_stats_help_and_exit(chat):
     assert found["of these known from before"][0] == found["of these known from before"][1] != "0"
     assert 0 < float(found["acceptance rate"][0]) <= 1
     assert float(found["tokens a round"][1]) > 1
-    for name in ("prompt included", "behind the first"):
+    for name in ("prompt included", "after the first"):
         assert all(float(speed) > 0 for speed in found[f"tokens/s, {name}"])
     assert "/trim" in result.stderr
     assert chat("/exit", SAID[0]).stdout == ""  # what follows is left unsaid
@@ -140,7 +140,7 @@ def test_stats_help_and_exit(chat):
         (["/stat"], "there is no command /stat. Fix: did you mean /stats?"),
         (["/usr/bin is what?"], "// begins a message"),
         (["/undo"], "nothing was said yet"),
-        (["/stats now"], "takes nothing behind it"),
+        (["/stats now"], "takes nothing after it"),
         (["/save"], "needs the name of a file"),
         (["/load no/such/file"], "no/such/file cannot be read"),
         (["/trim none"], "'none' is no number of turns"),

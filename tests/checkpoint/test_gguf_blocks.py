@@ -72,20 +72,20 @@ def test_scales_are_made_of_what_is_stored(kind: str) -> None:
     assert stored is not None
     wide = {
         name: np.repeat(part.astype(np.float32), spread.values // weight.form.block, axis=1)
-        if name in ("base", "least")
+        if name in ("d", "dmin")
         else part
         for name, part in stored._asdict().items()
         if part is not None
     }
     assert wide.keys() == {
-        *("base", *(["levels"] if spread.levels else [])),
-        *(["least"] if weight.form.has_offsets else []),
-        *(["minima"] if spread.minima else []),
+        *("d", *(["sub_scales"] if spread.sub_scales else [])),
+        *(["dmin"] if weight.form.has_offsets else []),
+        *(["mins"] if spread.mins else []),
     }
-    scales = wide["base"] * wide.get("levels", 1)
+    scales = wide["d"] * wide.get("sub_scales", 1)
     np.testing.assert_array_equal(scales, read_scales)
     if weight.form.has_offsets:
-        offsets = np.float32(spread.shift) * scales + wide["least"] * wide.get("minima", 1)
+        offsets = np.float32(spread.shift) * scales + wide["dmin"] * wide.get("mins", 1)
         np.testing.assert_array_equal(offsets, read_offsets)
 
 

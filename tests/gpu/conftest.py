@@ -62,7 +62,7 @@ class Rows:
         self.found: dict[str, tuple[str, str, dict[str, Any]]] = {}  # what was found, verdict and numbers of each row
 
     def row(self, what: str, found: str, target: str = "", verdict: str = "info", **data: Any) -> None:
-        """A figure without a target; ``data`` are the numbers behind it."""
+        """A figure without a target; ``data`` are the numbers after it."""
         self.found[what] = found, verdict, data
         if self._tell is not None:
             self._tell(f"measured: {what}", f"{found} ({verdict})")

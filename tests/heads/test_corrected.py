@@ -47,7 +47,7 @@ def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_
     context = loaded.projection(features)
     torch.testing.assert_close(context, context_of(block, features), rtol=0, atol=1e-5)
     blocks = torch.tensor([[5, MASK, MASK, MASK], [7, MASK, MASK, MASK], [200, 9, 8, 11]])
-    starts = torch.tensor([9, 4, 1])  # blocks behind a part of the context see no more than it
+    starts = torch.tensor([9, 4, 1])  # blocks after a part of the context see no more than it
     found = block_states(loaded.head, context, starts, blocks)
     order = slice(None) if block.ids is None else np.argsort(block.ids)
     for start, ids, state in zip(starts.tolist(), blocks, found, strict=True):

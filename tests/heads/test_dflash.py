@@ -42,7 +42,7 @@ def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_
     context = loaded.projection(states)
     torch.testing.assert_close(context, context_of(spec, states), rtol=0, atol=1e-5)
     blocks = torch.tensor([[5, MASK, MASK], [7, MASK, MASK], [200, 9, 8]])
-    starts = torch.tensor([9, 4, 1])  # blocks behind a part of the context see no more than it
+    starts = torch.tensor([9, 4, 1])  # blocks after a part of the context see no more than it
     found = block_states(loaded.head, context, starts, blocks)
     for start, block, state in zip(starts.tolist(), blocks, found, strict=True):
         wanted_logits, wanted = forward(spec, context[:start], block.tolist())

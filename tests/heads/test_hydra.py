@@ -125,7 +125,7 @@ HEADS = 3
 
 
 def knowing(target: Any, *, normed: bool) -> dict[str, torch.Tensor]:
-    """Heads that know of :func:`make_target`'s hidden state, behind its norm or before it, what follows."""
+    """Heads that know of :func:`make_target`'s hidden state, after its norm or before it, what follows."""
     table = target.get_input_embeddings().weight.detach()
     made = {name: torch.zeros_like(value) for name, value in hydra_tensors(HEADS, 1, table).items()}
     made["input_embed_fn.weight"] = table.clone()

@@ -102,7 +102,7 @@ def test_a_conversation_goes_on_with_the_drafts_of_the_equations(knowing, monkey
             turns.append((histories, found))
             if turn < 2:
                 histories = [[*old, *new.token_ids, 40 + turn] for old, new in zip(histories, found, strict=True)]
-            else:  # another ending, behind fewer tokens than the modules have entries
+            else:  # another ending, after fewer tokens than the modules have entries
                 histories = [[*old[:22], 99, 98] for old in histories]
         drafted = list(watch.rounds)
         for texts, found in turns:

@@ -111,7 +111,7 @@ def test_what_is_no_plain_rotation_is_left_alone(spoil: str) -> None:
     rotations = [node for node in graph.graph if node.op_type == "RotaryEmbedding"]
     if spoil == "second side":  # keys that are not rotated
         ir.convenience.replace_all_uses_with(rotations[1].outputs[0], rotations[1].inputs[0])
-    else:  # another operation behind the rotation of the queries, by what the position is
+    else:  # another operation after the rotation of the queries, by what the position is
         cos = rotations[0].inputs[1]
         node = ir.node("ReduceSum" if spoil == "scale" else "ReduceMax", [cos], attributes={"keepdims": 0})
         change = ir.node("Mul" if spoil == "scale" else "Add", [rotations[0].outputs[0], node.outputs[0]])

@@ -24,7 +24,7 @@ from tests.support.references.engine_harness import Engine, make_checkpoint, pac
 from tests.support.references.lowered import lower_ort_cpu
 
 TOLERANCE = 1e-4
-NAMES = ["gemma2", "deepseek_v3"]  # norms behind the branches, window, softcap; the portable attention body, experts
+NAMES = ["gemma2", "deepseek_v3"]  # norms after the branches, window, softcap; the portable attention body, experts
 MLP_NORMS = {"gemma2": "pre_feedforward_layernorm"}
 
 

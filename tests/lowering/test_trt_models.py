@@ -63,7 +63,7 @@ def compare(traced: HalfModel, engine: Engine, tolerance: float) -> None:
     logits, ids = engine.step(fed, PREFILL, width=7)
     assert np.abs(logits - np.concatenate(wanted)).max() < limit
     assert (ids >= 0).all()
-    # The same step in a fixed profile: five tokens a row, dummies behind the real ones; row 1 sits out.
+    # The same step in a fixed profile: five tokens a row, dummies after the real ones; row 1 sits out.
     full = [[*fed[0]], [7] * 5, [*fed[2], 7, 7]]
     logits, _ = engine.step(full, [PREFILL[0], CAPACITY - 5, PREFILL[2]])
     assert np.abs(logits[:5] - wanted[0]).max() < limit

@@ -1,4 +1,4 @@
-"""Two replicas of a bundle behind Ray Serve's proxy, on a cluster of this machine."""
+"""Two replicas of a bundle after Ray Serve's proxy, on a cluster of this machine."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

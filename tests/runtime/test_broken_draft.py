@@ -119,7 +119,7 @@ class Special:
 
 
 class TwoWays(Special):
-    """Behind a free token A or B, behind A nothing that is not banned, behind B anything."""
+    """Behind a free token A or B, after A nothing that is not banned, after B anything."""
 
     A, B, BANNED = 9, 4, (2, 3)
 

@@ -109,7 +109,7 @@ def test_a_first_word_is_kept_with_its_space_or_without(spaced, template, first_
     assert text_of(spaced, second) == text_of(
         spaced, ids_of(spaced, render_chat(TEMPLATES[template], chat.messages, {}))
     )
-    if template == "chatml":  # behind its mark the rest of a text is the same, wherever it begins
+    if template == "chatml":  # after its mark the rest of a text is the same, wherever it begins
         assert second[: len(first) + len(output)] == [*first, *output]
 
 

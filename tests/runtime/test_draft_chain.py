@@ -95,7 +95,7 @@ def test_a_draft_of_any_length_waits_once(opened: Callable[..., Opened]) -> None
     assert [len(each.tokens) for each in proposals] == [LOOKAHEAD] * 2
     assert (gpu.waits() - waits, gpu.launches() - launches) == (1, LOOKAHEAD)
     drafter.commit(sequences)
-    # The shorter draft sits out behind its limit: two chains.
+    # The shorter draft sits out after its limit: two chains.
     waits = gpu.waits()
     proposals = drafter.propose(sequences, [2, LOOKAHEAD])
     assert [len(each.tokens) for each in proposals] == [2, LOOKAHEAD]

@@ -58,7 +58,7 @@ def queue_of(*owners):
 
 
 def test_an_owner_that_comes_again_and_again_starves_nobody():
-    """One row: whoever had a turn goes behind those that wait, also if nothing of it was left in the queue."""
+    """One row: whoever had a turn goes after those that wait, also if nothing of it was left in the queue."""
     queue, taken = queue_of(*"aaab"), []
     while (seq := queue.next({})) is not None and len(taken) < 6:
         queue.take(seq)

@@ -95,7 +95,7 @@ def test_slots_of_matches_grow_with_the_match():
 
 
 def test_tests_behind_a_failed_one_never_count():
-    """The same tests in drafts of any length teach the same: what was drafted behind a rejection must not matter."""
+    """The same tests in drafts of any length teach the same: what was drafted after a rejection must not matter."""
     long, short = RequestAcceptance(SharedAcceptance(8)), RequestAcceptance(SharedAcceptance(8))
     long.observe(range(8), 1, rejected=True)
     short.observe(range(2), 1, rejected=True)

@@ -183,7 +183,7 @@ class Shifted(OtherTokensDrafter):
 
 
 def sampled(count, params, drafter=OtherTokensDrafter, plan=PLAN, acceptance="token"):
-    """Requests behind one prompt after decoding, with the executors of target and draft."""
+    """Requests after one prompt after decoding, with the executors of target and draft."""
     target, source = FakeExecutor(SMALL, 8, 16, context=1, sharpness=1.0), FakeExecutor(SMALL, 8, 16, context=1, seed=4)
     draft = make_drafter(make_map(SMALL, SMALL_SHARED), source, rows=8, capacity=24, drafter=drafter, vocab=SMALL)
     decoding = make_requests(count, params, prompts=[[2, 3]], vocab=SMALL, draft_plan=plan, acceptance=acceptance)
@@ -215,7 +215,7 @@ def test_the_rate_of_acceptance_is_that_of_the_definition():
         return weights / weights.sum()
 
     wanted = 0.0
-    for token, mass in enumerate(softmax(target.logits_after([3]))):  # behind the first token, which has no draft
+    for token, mass in enumerate(softmax(target.logits_after([3]))):  # after the first token, which has no draft
         p, q = softmax(target.logits_after([token])), np.zeros(SMALL)
         q[SMALL_SHARED] = softmax(source.logits_after([token])[SMALL_SHARED])
         wanted += mass * float(np.minimum(p, q).sum())

@@ -113,7 +113,7 @@ def test_the_row_that_is_looked_at_stays_as_it_was_and_without_numbers_there_are
 
 
 def test_branches_follow_a_chain_that_is_cut_or_goes_on():
-    # The chain 1 2 3; beside 1: 10, behind which comes 11; beside 2: 12; beside 3: 13; behind 3: 14.
+    # The chain 1 2 3; beside 1: 10, after which comes 11; beside 2: 12; beside 3: 13; after 3: 14.
     def branches(behind, *rest):
         return (Branch(10, -1), Branch(11, behind), *rest)
 

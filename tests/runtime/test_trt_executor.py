@@ -172,7 +172,7 @@ def test_an_executor_of_few_rows_records_and_holds_only_what_they_need(tmp_path,
 
 
 def test_what_padding_writes(tmp_path, entry):
-    """Our plugin skips padding; TensorRT's own attention writes it behind what a row holds."""
+    """Our plugin skips padding; TensorRT's own attention writes it after what a row holds."""
     executor, gpu, _ = open_one(tmp_path, entry)
     runner = ModelRunner(executor)
     address = next(address for _, address in executor._parts.kv.addresses(0))

@@ -134,7 +134,7 @@ def test_a_killed_run_goes_on_with_the_same_curve(
     assert [point["batch"] for point in resumed.curve] == [4, 8, 12]
     check_same(tmp_path / "cut", whole)
     assert any(note.startswith("write 40 of") for note in notes) == (place == "texts")
-    assert any("goes on behind" in note for note in notes) == (place in ("batch", "state", "draft"))
+    assert any("goes on after" in note for note in notes) == (place in ("batch", "state", "draft"))
 
 
 @pytest.mark.bundle

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def find_plugin(op: str) -> KernelSpec | None:
-    """The kernel behind an operator's name; None if it is no plugin of ours."""
+    """The kernel after an operator's name; None if it is no plugin of ours."""
     try:
         return plugin_spec(op)
     except CheckFailedError:

@@ -52,7 +52,7 @@ def _rows(answers: "Sequence[RequestStats]") -> list[tuple[str, str]]:
         ("generated tokens", str(generated)),
         ("tokens/s, prompt included", ratio(generated, seconds, ".1f")),
         # The first token of each answer comes with its prompt.
-        ("tokens/s, behind the first", ratio(generated - len(answers), seconds - first_token, ".1f")),
+        ("tokens/s, after the first", ratio(generated - len(answers), seconds - first_token, ".1f")),
         ("seconds to the first token", ratio(first_token, len(answers), ".3f")),
         ("acceptance rate", ratio(total("accepted"), total("drafted"), ".3f")),
         ("tokens a round", ratio(generated, total("rounds"), ".2f")),
@@ -67,7 +67,7 @@ class ChatOptions:
     max_tokens: int | None  # most of an answer; None for as many as there is room for
     drafting: "RequestOptions"
     reference: str | None = None  # text that lookup may copy from
-    stats: bool = False  # print counters behind every answer
+    stats: bool = False  # print counters after every answer
     colour: bool = False  # colour tokens by where they came from
     chat_template: str | None = None  # Jinja template in place of the bundle's
 

@@ -1,7 +1,7 @@
 """The decoding round: draft, verify, accept, commit. One loop for every way to draft; plain decoding drafts nothing.
 
 A request that is decoding has exactly one token that the target has not seen: the last one committed. A round feeds
-it, with the draft tokens behind it, and gets the target's distribution after each of them (Chen et al. 2023,
+it, with the draft tokens after it, and gets the target's distribution after each of them (Chen et al. 2023,
 algorithm 2). Each request accepts its own number of tokens (EMS-SD, Ni et al. 2025). Prompts of requests that have
 just arrived are fed in chunks, in the same packed step.
 """

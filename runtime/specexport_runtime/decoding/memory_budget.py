@@ -81,7 +81,7 @@ class MemoryBudget:
             )
 
     def _holding(self, tokens: int) -> Holding:
-        """A request of so many tokens, with a draft behind it, in the caches of each model."""
+        """A request of so many tokens, with a draft after it, in the caches of each model."""
         most = min(tokens, self._most)
         entries = [min(int(most * runner.stretch) + self._slack, runner.kv.capacity) for runner in self._runners]
         each = zip(self._runners, entries, strict=True)

@@ -144,7 +144,7 @@ class Scheduler:
         running = self.slots.running
         ready = [req for req in running if req.is_decoding]
         busy = _most_tokens(ready)
-        if self._limit is not None:  # a request with one token to read drafts behind it
+        if self._limit is not None:  # a request with one token to read drafts after it
             busy += _most_tokens([req for req in running if not req.is_decoding and self.slots.num_unread(req) == 1])
         # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
         if self._mixes_prefill and (self._limit is None or busy + self.min_prefill_tokens <= self._limit):
@@ -159,7 +159,7 @@ class Scheduler:
         """Admit what fits, then close the holes that are left; requests that decode may take ``busy_tokens``.
 
         A request is admitted when a row is free, or can be made free, and the step still has budget for its prompt. If
-        there is no memory for it, it waits, and all behind it but some of other owners. What raises before
+        there is no memory for it, it waits, and all after it but some of other owners. What raises before
         a row is touched ends that request.
         """
         slots, passed = self.slots, set[str]()
@@ -211,7 +211,7 @@ class Scheduler:
         left = self._pace.most(self.max_num_batched_tokens - busy_tokens, num_decoding)
         chunks = share_tokens(readings, max(left, self.min_prefill_tokens))
         chunks = bound_scored(chunks, [req.row for req in reads if req.is_scored])
-        if self._limit is not None:  # a prompt's end has a draft behind it: the last token waits where it does not fit
+        if self._limit is not None:  # a prompt's end has a draft after it: the last token waits where it does not fit
             left = self._limit - busy_tokens - sum(chunks.values())
             for req in [each for each in self.slots.ending(chunks) if chunks[each.row] > 1]:
                 drafts = _most_tokens([req]) - 1

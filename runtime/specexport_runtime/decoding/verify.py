@@ -36,7 +36,7 @@ def _fetched(ask: RowAsk) -> RowAsk:
 
 
 def row_work(target: ModelRunner, req: Request, count: int, proposal: Proposal | None) -> RowWork:
-    """``count`` tokens that the target has not seen, and the draft behind them."""
+    """``count`` tokens that the target has not seen, and the draft after them."""
     kv_len, width = target.kv.kv_len(req.row), target.executor.vocab_size
     known = req.tokens[kv_len : kv_len + count]
     scored = [whole_row(width)] * count if req.is_scored else []
@@ -94,7 +94,7 @@ def run_target_step(
         similarity = executor.similarity
         for req in measured:
             begin = starts[req.row - first_row]
-            # Of a prompt that ends here and has a draft behind it, the draft tokens are no part.
+            # Of a prompt that ends here and has a draft after it, the draft tokens are no part.
             end = begin + min(len(work[req.row - first_row].tokens), len(req.tokens) - target.kv.kv_len(req.row))
             drafter.note_similarity(req, similarity[:, begin:end])
     if read:
@@ -118,7 +118,7 @@ class PathOf(NamedTuple):
 def path_of(event: RoundEvent, start: int, position: int) -> PathOf:
     """What stays of a tree, whose row began at token ``start`` of the step, and at ``position`` of its text."""
     req, path = event.request, range(event.accepted) if event.path is None else event.path[: event.accepted]
-    # The draft's first node stands behind what was known of the text before the round.
+    # The draft's first node stands after what was known of the text before the round.
     draft = start + len(req.tokens) - len(event.tokens) - position
     return PathOf(req, position, [*range(start, draft), *[draft + place for place in path]])
 
@@ -147,7 +147,7 @@ def score_prompts(
 
 
 def note_scores(req: Request, start: int, logits: Float32Array) -> None:
-    """Keep the prompt's log-probabilities behind ``start``, from logits [n, V]; CheckFailedError for NaN or +inf."""
+    """Keep the prompt's log-probabilities after ``start``, from logits [n, V]; CheckFailedError for NaN or +inf."""
     if req.prompt_logprobs is None:
         return
     following = req.tokens[start + 1 : min(start + 1 + len(logits), req.num_prompt_tokens)]
@@ -155,9 +155,9 @@ def note_scores(req: Request, start: int, logits: Float32Array) -> None:
 
 
 class TargetRows:
-    """What the target says behind one request's draft: the rows of logits of a step from ``begin`` on.
+    """What the target says after one request's draft: the rows of logits of a step from ``begin`` on.
 
-    The first row is behind the text, and row i + 1 behind node i of the draft.
+    The first row is after the text, and row i + 1 after node i of the draft.
     """
 
     def __init__(self, req: Request, proposal: Proposal, rows: LogitRows, begin: int) -> None:
@@ -192,7 +192,7 @@ class TargetRows:
         return distribution
 
     def logits(self, path: Sequence[int] | None) -> Float32Array:
-        """Raw logits [n, V], those behind the nodes of ``path`` alone if there is one."""
+        """Raw logits [n, V], those after the nodes of ``path`` alone if there is one."""
         logits = self._rows.fetch(self._begin, self._begin + len(self._proposal.nodes) + 1)
         return logits if path is None else logits[[0, *[place + 1 for place in path]]]
 
@@ -220,7 +220,7 @@ class TargetRows:
 
 
 def accept(req: Request, proposal: Proposal, rows: TargetRows) -> Verdict:
-    """How much of a draft stays, and what comes behind it."""
+    """How much of a draft stays, and what comes after it."""
     nodes = proposal.nodes
     if req.sampler.is_greedy:
         if proposal.branches:

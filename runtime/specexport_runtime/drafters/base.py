@@ -60,7 +60,7 @@ class Drafter(ABC):
             lookaheads: most tokens of its own, for each.
             begun: the beginning of each draft, which is part of what is returned; None if none has begun. A drafter
                 that has nothing to add returns an empty proposal. Given only with ``traits.goes_on``: a drafter that
-                cannot go on behind draft tokens is not asked in a round in which a grammar forces tokens of the
+                cannot go on after draft tokens is not asked in a round in which a grammar forces tokens of the
                 request, and may leave the argument out.
         """
 

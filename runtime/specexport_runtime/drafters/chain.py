@@ -1,4 +1,4 @@
-"""Several drafters behind one: each request names those it wants, and the first that finds something drafts."""
+"""Several drafters after one: each request names those it wants, and the first that finds something drafts."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class ChainDrafter(Drafter):
     what it has seen of a request.
     """
 
-    traits = DrafterTraits(default_lookahead=1)  # of itself; plans ask the drafters behind it
+    traits = DrafterTraits(default_lookahead=1)  # of itself; plans ask the drafters after it
 
     def __init__(self, drafters: Mapping[str, Drafter] | None = None, lengths: Controller | None = None) -> None:
         self.drafters = dict(sorted((drafters or {}).items(), key=lambda item: not item[1].traits.is_free))

@@ -36,7 +36,7 @@ class Continuations:
             parent = place
 
     def branches(self, room: int) -> tuple[Branch, ...]:
-        """The likeliest tokens beside the chain, or behind it, in the order of their chances."""
+        """The likeliest tokens beside the chain, or after it, in the order of their chances."""
         others = sorted(
             range(self._length, len(self._tokens)), key=lambda place: (-self._chances[place], self._depths[place])
         )

@@ -44,14 +44,14 @@ class Draft:
     def __init__(self, request: Request, limit: int, begun: Begun | None = None, *, one_by_one: bool = False) -> None:
         self.request, self.limit = request, limit
         self.tokens: list[int] = []
-        self.waiting: list[int] = [] if begun is None else list(begun.tokens)  # forced tokens behind them
+        self.waiting: list[int] = [] if begun is None else list(begun.tokens)  # forced tokens after them
         self.forced: list[int] = []  # places of forced tokens in the draft
         # What each token was drawn from; None for a greedy request.
         self.distributions: list[Distribution | None] | None = None if request.sampler.is_greedy else []
         self.branches: list[Branch] = []  # beside its tokens
         self.has_exited = False  # the model was no longer sure
         self.is_combined = False  # its places know nothing of each other
-        self.carried: Float32Array | None = None  # [E], what a draft head handed on behind its last token
+        self.carried: Float32Array | None = None  # [E], what a draft head handed on after its last token
         self.error: Exception | None = None  # why no token comes next: its logits hold a NaN, say
         self._siblings = request.siblings if request.adaptive else usual_siblings(request, limit)
         self._exit = request.draft_exit or request.sure
@@ -190,7 +190,7 @@ class Draft:
         ]
 
     def append(self, token: int, distribution: Distribution | None = None) -> None:
-        """Append the token of a step, drawn from ``distribution``, and look at what a grammar forces behind it."""
+        """Append the token of a step, drawn from ``distribution``, and look at what a grammar forces after it."""
         self._put(token, distribution)
         self._steps += 1
         grammar = self.request.sampler.grammar
@@ -284,7 +284,7 @@ def _chain(runner: ModelRunner, active: Sequence[Draft], work: Sequence[RowWork]
         for depth, rows in enumerate(steps):
             _draw(draft, rows[i], width)
             if draft.error is not None or draft.tokens[-1] != rows[i].token_id:
-                kv.commit(draft.request.row, before[i] + depth)  # what comes behind it followed another token
+                kv.commit(draft.request.row, before[i] + depth)  # what comes after it followed another token
                 break
 
 

@@ -1,9 +1,9 @@
-"""What a grammar does to drafts: it begins them, cuts them, and goes on behind them.
+"""What a grammar does to drafts: it begins them, cuts them, and goes on after them.
 
 Where it leaves one way to go on, tokens are known without a guess: draft tokens like any other, tested against the
 masked distribution, in which each is the only one. So the distribution is exact, and a step is saved for each.
 
-What goes wrong in a grammar behind drafts ends these: it comes up again where the text comes there.
+What goes wrong in a grammar after drafts ends these: it comes up again where the text comes there.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class BegunDrafts:
         return [self._guarded(i, proposal, _fit) for i, proposal in enumerate(proposals)]
 
     def extend(self, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Drafts, and behind each what the grammar of its request forces."""
+        """Drafts, and after each what the grammar of its request forces."""
         return [self._guarded(i, proposal, _extend) for i, proposal in enumerate(proposals)]
 
     def _guarded(self, i: int, proposal: Proposal, change: Callable[[Grammar, Proposal, int], Proposal]) -> Proposal:
@@ -79,7 +79,7 @@ def shorten(proposal: Proposal, count: int, end: DraftEnd) -> Proposal:
 
 
 def branches_of(proposal: Proposal, count: int) -> tuple[Branch, ...]:
-    """The branches of a draft that gets a chain of ``count`` tokens: those beside one that is left, or behind all."""
+    """The branches of a draft that gets a chain of ``count`` tokens: those beside one that is left, or after all."""
     chain, places, kept = len(proposal.tokens), dict[int, int](), list[Branch]()
     known = count - 1 if count < chain else chain
     for place, branch in enumerate(proposal.branches, start=chain):

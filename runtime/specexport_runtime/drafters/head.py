@@ -4,14 +4,14 @@
 
     position:     0    1    2    3    4
     token:        a    b    c    d    e         e is the newest, which the target has not seen
-    feature:      fa   fb   fc   fd             what the target thought behind each
+    feature:      fa   fb   fc   fd             what the target thought after each
     head entry:   fa,b fb,c fc,d fd,e           entry i: the feature of token i, and token i+1; it guesses token i+2
 
 A draft goes on with what the head itself handed on, in the place of features that are not there yet. When the target
-has tested the draft, the entries behind the last true feature are forgotten, and the accepted tokens are fed again with
+has tested the draft, the entries after the last true feature are forgotten, and the accepted tokens are fed again with
 the features that the target gave: left in the cache, the head's own would cost acceptance.
 
-A parallel head (P-EAGLE, DFlash) guesses all tokens in one step: behind the entries that it catches up on come
+A parallel head (P-EAGLE, DFlash) guesses all tokens in one step: after the entries that it catches up on come
 stand-ins for the tokens that are not known yet (``at_once``). Each guess is drawn from what the head says of its place
 alone, whatever the guesses before it are: that is the distribution that is tested against. Heads that correct their
 logits by the guesses before a place (DFlash 2, DSpark) draw from what comes of it (``correction``).
@@ -22,7 +22,7 @@ Drafting with Hydra heads: each reads the tokens that those before it guessed (A
 
     position:     0    1    2    3    4
     token:        a    b    c    d    e         e is the newest, which the target has not seen
-    feature:      fa   fb   fc   fd             what the target thought behind each
+    feature:      fa   fb   fc   fd             what the target thought after each
     step 1:       fa.  fb.  fc.  fd,e           the first head reads fd and e, and guesses x
     step 2:                      fd,e  fd,x     the second reads fd, e and x
 
@@ -95,7 +95,7 @@ class PendingFeatures:
 
 
 class _Snapshot(NamedTuple):
-    """What a head has of a row: entries in its cache, and the features behind them."""
+    """What a head has of a row: entries in its cache, and the features after them."""
 
     entries: int
     held: PendingFeatures
@@ -109,7 +109,7 @@ class HeadDrafter(OwnCacheDrafter):
     """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_HEAD_LOOKAHEAD, has_own_cache=True, can_exit=True, goes_on=True)
-    reach = 1  # tokens behind its feature that an entry knows
+    reach = 1  # tokens after its feature that an entry knows
 
     def __init__(self, runner: ModelRunner, *, mask: "MaskInput | None" = None, **named: Any) -> None:
         if not runner.executor.reads_features:
@@ -198,7 +198,7 @@ class HeadDrafter(OwnCacheDrafter):
         return self._input_ids(tokens), held.take()
 
     def _input_ids(self, tokens: list[int]) -> list[int]:
-        """Input ids of entries of known features, by the token behind each."""
+        """Input ids of entries of known features, by the token after each."""
         return entry_tokens(tokens, self._mask)
 
     def restart(self, request: Request) -> None:
@@ -213,9 +213,9 @@ class HeadDrafter(OwnCacheDrafter):
         return _Snapshot(entries, held.copy())
 
     def usable(self, request: Request, kept: Any, count: int) -> int:
-        """See ``Drafter.usable``: the head goes on only behind the last token that it has the feature of.
+        """See ``Drafter.usable``: the head goes on only after the last token that it has the feature of.
 
-        Entry i knows tokens behind it, one or ``reach``, so that the last ones of a common text are others, and the
+        Entry i knows tokens after it, one or ``reach``, so that the last ones of a common text are others, and the
         features that they would be made of again are gone.
         """
         if not self.wants_features(request):

@@ -4,7 +4,7 @@
 
     position:     0     1     2     3    4
     token:        a     b     c     d    e         e is the newest, which the target has not seen
-    feature:      fa    fb    fc    fd             what the target thought behind each
+    feature:      fa    fb    fc    fd             what the target thought after each
     module 1:     fa,b  fb,c  fc,d  fd,e           entry i: the feature of token i, and token i+1
     module 2:     ga,c  gb,d  gc,e  gd,x           what module 1 made of entry i, and token i+2; x is its guess
     module 3:     ha,d  hb,e  hc,x  hd,y
@@ -12,7 +12,7 @@
 Each module has its own KV cache, and entry i is the same place in all of them. So one step of M modules runs all of
 them, one after the other, over entries that are fed with the tokens known by then. Of M modules, the last M-1 entries
 lack tokens: they are read again with those that come, of the draft first. Nothing that was made of draft tokens stays.
-A draft ends behind the last module.
+A draft ends after the last module.
 
 An entry that has a token and no feature yet is no entry of a module: its token is what those before it read.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def modules_work(tokens: Sequence[int], features: Float32Array) -> RowWork:
-    """A step over ``features`` [n, E] and the tokens behind them, for the logits of the module behind the last."""
+    """A step over ``features`` [n, E] and the tokens after them, for the logits of the module after the last."""
     count, width = features.shape
     ahead = [AHEAD_ID - token for token in tokens[count:]]
     whole = np.concatenate([features, np.zeros((len(ahead), width), np.float32)]) if ahead else features

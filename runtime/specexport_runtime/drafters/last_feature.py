@@ -6,8 +6,8 @@ Drafting with Medusa heads: each guesses one place of the draft, all from one hi
 
     position:     0    1    2    3    4
     token:        a    b    c    d    e         e is the newest, which the target has not seen
-    feature:      fa   fb   fc   fd             what the target thought behind each
-    draft:                               0 1 2  head i reads fd and guesses the i-th token behind e
+    feature:      fa   fb   fc   fd             what the target thought after each
+    draft:                               0 1 2  head i reads fd and guesses the i-th token after e
 
 So the target's last feature is all that is ever read: there is no cache, and nothing to catch up on. A draft is one
 step, a row for each wanted place. Its token is the number of the head, which reads no other rows. Each guess is drawn
@@ -19,12 +19,12 @@ Drafting with a Gemma-4 assistant: a head without a cache, which reads the targe
 
     position:     0    1    2    3    4
     token:        a    b    c    d    e         e is the newest, which the target has not seen
-    feature:      fa   fb   fc   fd             what the target thought behind each
+    feature:      fa   fb   fc   fd             what the target thought after each
     cache entry:  a    b    c    d              the target's
     fed:                         fd,e           at position 4, over all entries; it guesses f
                                  g,f            g is what it handed on; position and entries stay as they are
 
-So there is nothing to catch up on, whatever was copied or left undrafted before, and nothing to forget behind a test:
+So there is nothing to catch up on, whatever was copied or left undrafted before, and nothing to forget after a test:
 the next draft begins with a true feature and with the entries of the tokens that were accepted.
 """
 
@@ -129,7 +129,7 @@ class MedusaDrafter(LastFeatureDrafter):
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens, behind those that are there already, at most one a head."""
+        """Draft up to ``lookaheads[i]`` tokens, after those that are there already, at most one a head."""
         drafts = open_drafts(requests, lookaheads, begun, most=self.num_heads, one_by_one=True)
         if opened := [draft for draft in drafts if draft.is_open]:
             work = [self._asked(draft) for draft in opened]

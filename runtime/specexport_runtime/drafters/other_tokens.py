@@ -24,7 +24,7 @@ class SpelledText:
     def __init__(self, token_map: TokenMap, tokens: Sequence[int]) -> None:
         self._map = token_map
         self.ids: list[int] = token_map.lead_of(tokens)
-        self.before = [len(self.ids)]  # how many of ``ids`` come before each token of the text, and behind the last
+        self.before = [len(self.ids)]  # how many of ``ids`` come before each token of the text, and after the last
 
     def grow(self, tokens: Sequence[int]) -> None:
         """Take the tokens that are new."""
@@ -93,5 +93,5 @@ class OtherTokensDrafter(ModelDrafter):
                 self.runner.kv.commit(req.row, min(kv_len, self._text(req).before[req.num_agreed]))
 
     def adopt(self, request: Request, kept: Any, count: int) -> None:
-        """A request goes on behind ``count`` tokens of a kept text, which are spelled alike; see ``Drafter.adopt``."""
+        """A request goes on after ``count`` tokens of a kept text, which are spelled alike; see ``Drafter.adopt``."""
         super().adopt(request, kept, self._text(request).before[count])

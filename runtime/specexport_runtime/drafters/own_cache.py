@@ -63,7 +63,7 @@ class OwnCacheDrafter(Drafter):
         return self.runner.kv.kv_len(request.row)
 
     def adopt(self, request: Request, kept: Any, count: int) -> None:
-        """A request goes on behind ``count`` tokens of a text of which a snapshot was taken and that is in its row."""
+        """A request goes on after ``count`` tokens of a text of which a snapshot was taken and that is in its row."""
         entries = min(self._entries_of(kept), count)
         # What the cache cannot go back to is read again, from the beginning.
         self.runner.go_on(request.row, entries if entries >= self.runner.least_len(request.row) else 0)

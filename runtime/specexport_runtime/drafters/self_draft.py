@@ -5,7 +5,7 @@
     cache row:   [ committed by the target | written by the draft | free ]
                    0                  kv_len
 
-A draft step runs the layers that are on over the target's own committed entries, and writes behind them. Verification
+A draft step runs the layers that are on over the target's own committed entries, and writes after them. Verification
 feeds the same tokens through all layers and overwrites what the draft wrote. A layer that is off writes nothing and is
 not read either, in the draft that it is off for.
 
@@ -70,7 +70,7 @@ class LayersCost(DraftCost):
 class SelfDrafter(Drafter):
     """Draft tokens from the target with the layers off that its rules choose for a prompt (ASD, Metel et al. 2024).
 
-    The choice is made once a prompt, before the first draft behind it, see :meth:`choice_of`. One that removes nothing
+    The choice is made once a prompt, before the first draft after it, see :meth:`choice_of`. One that removes nothing
     drafts nothing. Requests with different choices are drafted one group after another, so that what is drafted for one
     never depends on its neighbours.
 
@@ -160,7 +160,7 @@ class SelfDrafter(Drafter):
         return choice
 
     def _unseen(self, draft: Draft) -> RowWork:
-        """What the next draft step is fed: what was added to the draft, behind the newest token that was committed."""
+        """What the next draft step is fed: what was added to the draft, after the newest token that was committed."""
         req = draft.request
         return RowWork(draft.since(self.runner.kv.kv_len(req.row)), 1, adapter=req.adapter, settles=False)
 

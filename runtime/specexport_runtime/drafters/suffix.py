@@ -90,7 +90,7 @@ class SuffixDrafter(Drafter):
 
 
 def _ways(chain: list[int], begun: list[int], continuations: Sequence[Sequence[int]]) -> Continuations:
-    """A draft from the store among the ``continuations`` behind ``begun``: how many of them come to each token."""
+    """A draft from the store among the ``continuations`` after ``begun``: how many of them come to each token."""
     found, share = Continuations(chain), 1.0 / len(continuations)
     for each in continuations:
         whole = [*begun, *each]

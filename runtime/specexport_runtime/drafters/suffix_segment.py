@@ -28,11 +28,11 @@ class Match(NamedTuple):
 
     length: int  # tokens of that suffix; at most ``DEPTH``
     first: int  # place in the sorted order
-    last: int  # behind the last place
+    last: int  # after the last place
 
 
 class SuffixSegment:
-    """Texts that do not change any more: token ids int32 [n], and a ``SEPARATOR`` behind each text."""
+    """Texts that do not change any more: token ids int32 [n], and a ``SEPARATOR`` after each text."""
 
     def __init__(self, tokens: TokenArray) -> None:
         if len(tokens) and (int(tokens.min()) < SEPARATOR or int(tokens.max()) > _TOKEN_LIMIT):
@@ -112,7 +112,7 @@ class SuffixSegment:
 
 
 def split_texts(tokens: TokenArray) -> Iterator[list[int]]:
-    """The texts of a segment's tokens, in order; what has no separator behind it is none."""
+    """The texts of a segment's tokens, in order; what has no separator after it is none."""
     start = 0
     for end in np.flatnonzero(tokens == SEPARATOR).tolist():
         yield tokens[start:end].tolist()

@@ -92,7 +92,7 @@ class SuffixStore:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are kept, a separator behind each text included."""
+        """Tokens that are kept, a separator after each text included."""
         shelves = self._shelves.values()
         return sum(map(len, self._corpus)) + sum(len(segment) for shelf in shelves for segment in shelf.segments)
 
@@ -155,7 +155,7 @@ class SuffixStore:
             self._used -= sum(map(_cost, shelf.segments))
 
     def items(self) -> Iterator[tuple[str, TokenArray]]:
-        """Scopes and their texts, the oldest first, a separator behind each; without the corpus."""
+        """Scopes and their texts, the oldest first, a separator after each; without the corpus."""
         for scope, shelf in self._shelves.items():
             yield scope, np.concatenate([segment.tokens for segment in shelf.segments])
 

@@ -1,6 +1,6 @@
 """Rows of logits that stay on a GPU: tokens are drawn there, and only what a host asks for leaves it.
 
-A step's rows come with what is asked of each (``RowAsk``). The kernels run behind the step on its stream, so that it
+A step's rows come with what is asked of each (``RowAsk``). The kernels run after the step on its stream, so that it
 still has one wait. What is asked later (a residual, more candidates, a whole row) costs a wait of its own. Every number
 and sum is float64, ids ascend: a draw is the host's but for rounding.
 """
@@ -176,7 +176,7 @@ class RowSampler(RowSource):
             self.slot(steps * self._num_slots - 1)
 
     def put(self, asks: Sequence[RowAsk], logits: int, *, token_ids: int = 0, step: int = 0) -> None:
-        """Put on the stream, behind a step, what is asked of its rows, which lie at an address.
+        """Put on the stream, after a step, what is asked of its rows, which lie at an address.
 
         In a chain, of which this is the n-th ``step`` from 0 on, tokens that are drawn take the places of the greedy
         ones at ``token_ids``; all its steps have the same number of rows.
@@ -327,7 +327,7 @@ class RowSampler(RowSource):
         return Lane(at_asks, at_found, self._pin(8 * ASK * rows).reshape(rows, ASK), self._pin(found))
 
     def _take_memory(self, *sizes: int) -> list[int]:
-        """Device memory for several things, one behind the other."""
+        """Device memory for several things, one after the other."""
         places = np.cumsum([0, *[-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]]).tolist()
         self._memory.append(self._driver.allocate(places[-1], "draws from logits"))
         return [self._memory[-1] + place for place in places[:-1]]

@@ -46,14 +46,14 @@ class FakeExecutor(WithHostRows):
             the token that an entry has, and of nothing else, so that a wrong feature shows. Fed what it handed on, it
             is as good; with ``noise`` it is not.
         num_draft_heads: with ``reads_features``, the executor of so many heads, asked by number: head i gives the
-            logits of token i+2 behind a feature's tokens, if those in between are the likeliest.
+            logits of token i+2 after a feature's tokens, if those in between are the likeliest.
         reads_draft: each of them reads what those before it guessed: its logits are a function of the feature and of
             the tokens that its row ends in, and of nothing else.
         fills_blocks: it is a head that fills blocks: entries have a feature, or are of a block, and each place's logits
             are a function of the whole context, of the block's first token, and of what the places before it guess.
         page_entries: entries of a page of its memory, of which each takes ``ENTRY_BYTES``.
         lender: with ``reads_features``, the executor of a head without a cache, which reads this one's: a step has one
-            token a row, and its logits are a function of the lender's entries, of what was drafted behind them, which
+            token a row, and its logits are a function of the lender's entries, of what was drafted after them, which
             is what it hands on, and of the token.
         num_adapters: LoRA adapters to choose from: with each of them logits are another function. An entry that was
             written with one serves steps with the same one, and no others.
@@ -246,7 +246,7 @@ class FakeExecutor(WithHostRows):
         _require(bool(same) or not count, f"row {offset}: kv_len {kv_len} covers entries of another adapter")
         paths = _paths(buffers, begin, count)
         wanted = [len(known) + len(path) - 1 for path in paths]
-        _require(positions == wanted, f"row {offset} goes on at {len(known)}, each token behind its parent")
+        _require(positions == wanted, f"row {offset} goes on at {len(known)}, each token after its parent")
         if buffers.kv_positions is not None:
             own = buffers.kv_positions[offset, 0, kv_len : kv_len + count].tolist()
             _require(own == positions, "kv_positions holds the step's own tokens")
@@ -291,14 +291,14 @@ class FakeExecutor(WithHostRows):
         spans: tuple[int, int, int],
         handed: Float32Array,
     ) -> dict[int, Float32Array]:
-        """Logits of a row's one token behind the lender's entries; nothing of an idle row, and nothing is written."""
+        """Logits of a row's one token after the lender's entries; nothing of an idle row, and nothing is written."""
         begin, end, kv_len = spans
         if begin == end or buffers.token_features is None:
             return {}
         known = lender._cache[row, :kv_len]
         _require(end == begin + 1, "a row has one token")
         _require(not (known == _POISON).any(), f"row {row}: kv_len {kv_len} covers entries never written")
-        _require(int(buffers.positions[begin]) == kv_len, "the token stands behind the lender's entries")
+        _require(int(buffers.positions[begin]) == kv_len, "the token stands after the lender's entries")
         feature, true = buffers.token_features[begin], np.zeros((1, self.feature_size), np.float32)
         self._note(true, 0, known)
         drafted = [int(_DRAFTED - value) for value in feature if value <= _DRAFTED]
@@ -374,12 +374,12 @@ class FakeExecutor(WithHostRows):
         return after
 
     def _hand_on(self, handed: Float32Array, at: int, context: list[int]) -> Float32Array:
-        """A head's logits for ``context``, and what it hands on behind it."""
+        """A head's logits for ``context``, and what it hands on after it."""
         self._note(handed, at, context)
         return self.logits_after(context)
 
     def _note(self, features: Float32Array, at: int, tokens: npt.ArrayLike) -> None:
-        """The feature behind ``tokens``: the last of them, -1 where there are fewer."""
+        """The feature after ``tokens``: the last of them, -1 where there are fewer."""
         last = np.asarray(tokens)[-self.feature_size :]
         features[at] = -1
         features[at, self.feature_size - len(last) :] = last
@@ -434,7 +434,7 @@ class FakeExecutor(WithHostRows):
         return sum(len(set(written.tolist())) for written in pages) * self._page * ENTRY_BYTES
 
     def move_entries(self, row: int, entries: npt.NDArray[np.int64], start: int = 0) -> None:
-        """See ``Executor.move_entries``; what lies behind them is poisoned."""
+        """See ``Executor.move_entries``; what lies after them is poisoned."""
         kept, end = self._cache[row, entries], start + len(entries)
         self._cache[row, start:] = _POISON
         self._cache[row, start:end] = kept

@@ -30,7 +30,7 @@ class InputTensor(NamedTuple):
 
 
 def lay_out(inputs: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[tuple[InputTensor, ...], int]:
-    """Step inputs (name, shape, numpy dtype) one behind the other, and the bytes of all."""
+    """Step inputs (name, shape, numpy dtype) one after the other, and the bytes of all."""
     tensors, offset = [], 0
     for name, shape, dtype in inputs:
         tensors.append(InputTensor(name, shape, dtype, offset))

@@ -114,7 +114,7 @@ class GpuSteps(WithFeatures):
         return self._execute(want == "logits")
 
     def execute_rows(self, asks: Sequence[RowAsk]) -> LogitRows:
-        """See ``Executor.execute_rows``; the kernels run behind the step, and it has one wait."""
+        """See ``Executor.execute_rows``; the kernels run after the step, and it has one wait."""
         if not (asks and self.keeps_rows) or self.rows is None or self.head is not None:
             return super().execute_rows(asks)
         return self.rows.collect(asks, self._execute(with_logits=False, asks=asks))

@@ -1,6 +1,6 @@
 """Rows of logits on a CPU, queried as those that stay on a GPU are: the library of operators draws from them.
 
-A row is queried when it is first asked for, so that one behind a refused token costs nothing.
+A row is queried when it is first asked for, so that one after a refused token costs nothing.
 """
 
 import ctypes

@@ -110,7 +110,7 @@ class ArenaRows(Executor):
                 self._heads[dim * item, self._windows[i] if self._windows else -1] += heads
 
     def _first(self, name: str, floor: int) -> int:
-        """The first entry of a cache that may be read behind ``floor`` tokens."""
+        """The first entry of a cache that may be read after ``floor`` tokens."""
         window = self._windows[int(name.rpartition(".")[2])] if self._windows else -1
         return max(0, floor - window + 1) if window > 0 else 0
 

@@ -336,7 +336,7 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
     copies_rows = True
 
     def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:  # noqa: ARG002
-        """See ``Executor.copy_row``. The blocks of a row lie one behind the other."""
+        """See ``Executor.copy_row``. The blocks of a row lie one after the other."""
         for cache in self._caches:
             num_bytes = int(np.prod(cache.shape[1:])) * np.dtype(cache.dtype).itemsize
             begin, end = (

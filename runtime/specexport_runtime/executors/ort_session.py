@@ -38,7 +38,7 @@ def _after_fork() -> None:
     """A child must free no pool of threads: glibc waits for those that sleep, and they stayed in the parent."""
     for session in sessions:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
-    if _shared and hasattr(libc := ctypes.CDLL(None), "on_exit"):  # behind these two: the last comes first
+    if _shared and hasattr(libc := ctypes.CDLL(None), "on_exit"):  # after these two: the last comes first
         libc.on_exit(libc._exit, None)
         libc.__cxa_atexit(libc.fflush, None, None)
 

@@ -1,11 +1,11 @@
 """What a graph on ``com.microsoft.PagedAttention`` takes: cache blocks, two step inputs, and a row for each token.
 
 ONNX Runtime splits the entries of rows of one new token over a GPU, and rows of several go through one pass that does
-not. So a verify step of T tokens becomes T rows over the same blocks: the token behind j others of its row sees j more
+not. So a verify step of T tokens becomes T rows over the same blocks: the token after j others of its row sees j more
 entries. The operator writes all new entries before it reads any, and attention is causal: the results are the same.
 
 It pays where cuDNN computes rows of one token. Measured on an H200, one layer with 32 query and 8 KV heads of 128,
-behind 256, 2,048 and 8,192 entries: one token takes 13, 14 and 20 us, several in one pass 15, 34 and 95, and each row
+after 256, 2,048 and 8,192 entries: one token takes 13, 14 and 20 us, several in one pass 15, 34 and 95, and each row
 more than one 0.2, 1.7 and 4.7. So the pass is passed by at 12 tokens.
 
 Source: the operator's schema in onnxruntime 1.31 and its backend selection (docs/contrib_ops/cuda/paged_attention.md).

@@ -186,7 +186,7 @@ class TrtExecutor(GpuSteps):
     copies_rows = True
 
     def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:  # noqa: ARG002
-        """See ``Executor.copy_row``; dummies of later steps go behind what is there."""
+        """See ``Executor.copy_row``; dummies of later steps go after what is there."""
         self._parts.kv.copy_row(source, destination, kv_len)
         self._ends[destination] = kv_len
 

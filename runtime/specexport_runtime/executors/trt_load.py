@@ -118,7 +118,7 @@ def check_tensors(
         raise IncompatibleError(f"{what}: tensors differ from the manifest's: {', '.join(odd)}.", hint)
     shapes = {tensor.name: tensor.shape for tensor in engine.tensors}
     for cache in caches:
-        # [B, H, L, D], or with a 1 behind B: the same memory.
+        # [B, H, L, D], or with a 1 after B: the same memory.
         sizes = tuple(size for size in shapes[cache.name][1:] if size != 1)
         if sizes != tuple(size for size in cache.shape if size != 1):
             raise IncompatibleError(

@@ -168,7 +168,7 @@ def _as_float32(memory: ByteArray, dtype: str) -> npt.NDArray[np.float32]:
 def lay_out_inputs(
     names: Sequence[str], shape: StepShape, feature_size: int = 0
 ) -> tuple[tuple[InputTensor, ...], int]:
-    """Step inputs of one size, one behind the other, and the bytes of all; ``feature_size`` is E of a draft head."""
+    """Step inputs of one size, one after the other, and the bytes of all; ``feature_size`` is E of a draft head."""
     specs = [with_feature_size(SPECS[name], feature_size) for name in names]
     return lay_out((spec.name, shape.shape_of(spec), spec.dtype) for spec in specs)
 

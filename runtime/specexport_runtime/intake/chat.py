@@ -162,7 +162,7 @@ def _environment() -> "Environment":
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
 
-        def _body(self, caller: Macro) -> str:  # a block of its own: what is set in it is not seen behind it
+        def _body(self, caller: Macro) -> str:  # a block of its own: what is set in it is not seen after it
             return caller()
 
     environment = ImmutableSandboxedEnvironment(

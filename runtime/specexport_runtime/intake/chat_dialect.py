@@ -141,7 +141,7 @@ class ChatDialect:
         choice: ToolChoice | None = None,  # whether functions are called; None leaves it to the model
         answer: StructuredOutputs | None = None,  # the form of an answer that calls none
     ) -> StructuredOutputs | None:
-        """The form of an answer to a prompt of :meth:`render`, behind thinking; None for any."""
+        """The form of an answer to a prompt of :meth:`render`, after thinking; None for any."""
         choice = choice or ToolChoice()
         if not functions or choice.mode == "none":
             return None if answer is None else self._behind_thinking(answer, prompt)
@@ -189,7 +189,7 @@ class ChatDialect:
         return read_parts(self.syntax(prompt, read_functions(tools)), text, is_cut=is_cut)
 
     def _place(self, prompt: str) -> str:
-        """Whether a prompt ends inside the thinking (``"begun"``), behind it (``"none"``), or before (``"may"``)."""
+        """Whether a prompt ends inside the thinking (``"begun"``), after it (``"none"``), or before (``"may"``)."""
         if self.thinking is None:
             return "none"
         end = prompt.rstrip()
@@ -205,7 +205,7 @@ class ChatDialect:
         begin, end = ids
         if end is None or (where == "may" and begin is None):
             raise InvalidRequestError(
-                f"{self.thinking.end!r} is no token of this model, so that no form can begin behind it.",
+                f"{self.thinking.end!r} is no token of this model, so that no form can begin after it.",
                 "turn thinking off with chat_template_kwargs, or leave the form out.",
             )
         lines = (self._tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", "\n\n"))

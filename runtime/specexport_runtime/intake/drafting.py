@@ -228,7 +228,7 @@ def _resolve_stages(
 
 
 def stage_names(drafter: str, capabilities: Capabilities) -> tuple[str, ...]:
-    """Names of the drafters behind one that a request may name; ``InvalidRequestError`` if the engine lacks one."""
+    """Names of the drafters after one that a request may name; ``InvalidRequestError`` if the engine lacks one."""
     names: tuple[str, ...] = (drafter,)
     models = [name for name in KINDS if not KINDS[name].traits.is_free]
     usable = [name for name in models if name not in capabilities.obstacles]

@@ -150,7 +150,7 @@ class GrammarCompiler:
             if allowed is not None and not allowed.any():
                 raise InvalidRequestError(
                     f"{form.name}: such a text begins with a space or a part of a word, which this "
-                    "model's decoder does not show behind a prompt without text.",
+                    "model's decoder does not show after a prompt without text.",
                     "give a prompt, or change the form.",
                 )
             return grammar

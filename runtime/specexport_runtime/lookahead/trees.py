@@ -128,6 +128,6 @@ def observe(chances: SharedAcceptance, request: "Request", proposal: Proposal, b
 
 
 def _drawn_before(proposal: Proposal, parent: int, elder: int) -> list[int]:
-    """The tokens that stand beside the branch behind ``elder`` others of its parent's, before it."""
+    """The tokens that stand beside the branch after ``elder`` others of its parent's, before it."""
     chain = [proposal.tokens[parent + 1]] if parent + 1 < len(proposal.tokens) else []
     return chain + [branch.token for branch in proposal.branches if branch.parent == parent][:elder]

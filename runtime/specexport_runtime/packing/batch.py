@@ -40,7 +40,7 @@ class RowWork(NamedTuple):
     tokens: Sequence[int]  # in order; empty for a row that sits the step out
     num_logits: int  # how many of the last tokens need logits
     features: Float32Array | None = None  # of a draft head, [n, E]: comes with the tokens; None gives zeros
-    # How many of the row's last tokens behind this step are drafts: they may not enter a state. Drafts of earlier steps
+    # How many of the row's last tokens after this step are drafts: they may not enter a state. Drafts of earlier steps
     # count too, until they are verified.
     drafts: int = 0
     adapter: int | None = None  # the tokens' own, from 1; 0 for none, None for the executor's default
@@ -160,7 +160,7 @@ class ModelRunner:
         # Whether row memory that is of no use can go back to the system.
         self.gives_back = executor.gives_back and unpad_kv and not executor.borrows_cache
         self._recedes = executor.recedes and unpad_kv
-        # Of the text in each row's memory: a sequence can go on from it only behind so many tokens.
+        # Of the text in each row's memory: a sequence can go on from it only after so many tokens.
         self._floors, self._state_lens = [0] * executor.num_rows, [0] * executor.num_rows
 
     @property
@@ -173,7 +173,7 @@ class ModelRunner:
         return max(self._floors[row], self._state_lens[row])
 
     def go_on(self, row: int, count: int) -> None:
-        """Go on in an empty row behind ``count`` tokens of the text in its memory, :meth:`least_len` or more."""
+        """Go on in an empty row after ``count`` tokens of the text in its memory, :meth:`least_len` or more."""
         self.kv.restore(row, count, self._state_lens[row])
 
     def step_rows(self, first_row: int, work: Sequence[RowWork]) -> LogitRows:
@@ -376,7 +376,7 @@ class ModelRunner:
                     self.kv.untouch(row, count)
 
     def keep_path(self, row: int, kv_len: int, places: Sequence[int]) -> int:
-        """Commit ``kv_len`` entries, and those of a path at ascending ``places`` behind; how many were moved."""
+        """Commit ``kv_len`` entries, and those of a path at ascending ``places`` after; how many were moved."""
         still = next((i for i, place in enumerate(places) if place != i), len(places))
         if still < len(places):
             entries = np.array(places[still:], np.int64) + kv_len

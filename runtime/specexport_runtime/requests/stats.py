@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 UNNAMED = "other"
 """What drafts of a drafter without a name are counted under."""
 FEW_TOKENS, FEW_DRAFTS = 64, 16
-"""So much must have been tested before it means something that nothing was accepted. Tokens behind a refused one tell
+"""So much must have been tested before it means something that nothing was accepted. Tokens after a refused one tell
 nothing: where one draft in five has an accepted token, 16 drafts without any are an accident of 3 %."""
 
 

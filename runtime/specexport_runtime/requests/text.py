@@ -18,7 +18,7 @@ _SETTLED = 4  # characters of context: by then no token before it is part of a c
 class TextStream:
     """The text of one sequence, piece by piece.
 
-    ``take()`` and ``finish()`` joined are what ``tokenizer.decode`` of prompt and tokens has behind its longest
+    ``take()`` and ``finish()`` joined are what ``tokenizer.decode`` of prompt and tokens has after its longest
     beginning shared with the prompt's, cut at the first stop string.
 
     Decoders are not additive (they strip the first space, join bytes), so a window of recent tokens is decoded; it only
@@ -50,7 +50,7 @@ class TextStream:
         self._tentative = ""  # after it: may still change, but is right if generation ends here
         self._taken = 0
         self._done = False
-        self.replaced = 0  # last characters of the prompt's text that became others with the tokens behind them
+        self.replaced = 0  # last characters of the prompt's text that became others with the tokens after them
 
     @property
     def text(self) -> str:
@@ -153,7 +153,7 @@ class TextStream:
             self._move_window(window)
 
     def _pass_border(self, window: str, decided: int) -> int:
-        """Where the text begins in the window: behind what the prompt's text and it have in common."""
+        """Where the text begins in the window: after what the prompt's text and it have in common."""
         before = self._before or ""
         border = shared_length(window, before)
         self.replaced = len(before) - border
@@ -214,7 +214,7 @@ class StopStrings:
         self._longest = max(map(len, strings), default=0)
 
     def find(self, text: str, seen: int) -> int | None:
-        """Where to cut ``text`` behind ``seen`` clean characters, by the stop text that ends first; None if nowhere."""
+        """Where to cut ``text`` after ``seen`` clean characters, by the stop text that ends first; None if nowhere."""
         start = max(0, seen - self._longest + 1)
         matches = [(at + len(s), at) for s in self.strings if (at := text.find(s, start)) >= 0]
         if not matches:

@@ -165,7 +165,7 @@ def _maps_single_characters(step: Mapping[str, Any]) -> bool:
 
 
 def unsettled_names(steps: Iterable[Mapping[str, Any]]) -> re.Pattern[str] | None:
-    """The names of tokens whose own text tokens behind them may change; None if there are none.
+    """The names of tokens whose own text tokens after them may change; None if there are none.
 
     Byte tokens (``<0x41>``), and tokens with a ``BPEDecoder``'s suffix before their end, where it is a space.
     """

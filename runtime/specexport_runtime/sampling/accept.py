@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
     """What became of one sequence's draft tokens in a round."""
 
     accepted: int  # leading draft tokens that stay; of a tree, the nodes of ``path``
-    next_token: int  # behind them, from the target: a correction or a bonus
+    next_token: int  # after them, from the target: a correction or a bonus
     is_bonus: bool  # every draft token (of which there may be none) was accepted
     path: tuple[int, ...] | None = None  # places of the nodes that stay; None: the first ``accepted``
 

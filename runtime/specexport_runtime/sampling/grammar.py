@@ -1,4 +1,4 @@
-"""The grammar of one text: which tokens may come next, behind the committed ones and any draft.
+"""The grammar of one text: which tokens may come next, after the committed ones and any draft.
 
 Other tokens are left out before anything chooses among them, for draft and target alike, at every place of a
 verify step. So a text follows the target's distribution given that each token is allowed, with and without drafts.
@@ -23,7 +23,7 @@ BoolArray = npt.NDArray[np.bool_]
 class Grammar:
     """Where a text is in its grammar, by a ``llguidance.LLMatcher`` at its beginning that nothing else uses.
 
-    The matcher may stand behind draft tokens, whose masks are kept for testing. ``eos_token_ids`` end a text, where the
+    The matcher may stand after draft tokens, whose masks are kept for testing. ``eos_token_ids`` end a text, where the
     grammar lets it end. ``first`` [V] are tokens that the text may begin with; None for all.
     """
 
@@ -37,11 +37,11 @@ class Grammar:
         self._masks: list[BoolArray | None] = [None]
         """Behind each number of tokens of ``_drafted``, from 0."""
         self._place = 0
-        """How many of these tokens the matcher has behind it."""
+        """How many of these tokens the matcher has after it."""
         self._has_ended = False
 
     def allowed(self, drafted: Sequence[int]) -> BoolArray | None:
-        """Which tokens may follow ``drafted``: [V]; None behind the end of the text, where nothing is wanted.
+        """Which tokens may follow ``drafted``: [V]; None after the end of the text, where nothing is wanted.
 
         CheckFailedError: a draft token is not allowed. InvalidRequestError: the grammar is too complex.
         """
@@ -63,7 +63,7 @@ class Grammar:
         return end + bool(self._mask(said)[drafted[end]])
 
     def forced(self, most: int, drafted: Sequence[int] = ()) -> list[int]:
-        """Tokens that a text of this grammar goes on with behind ``drafted``, whatever it says; at most ``most``.
+        """Tokens that a text of this grammar goes on with after ``drafted``, whatever it says; at most ``most``.
 
         Where nothing can follow, that is its end. It is the only token that may not be the one that is allowed: a model
         may have others that end a text. Errors are as for :meth:`allowed`.
@@ -131,7 +131,7 @@ class Grammar:
         self._masks[same + 1 :] = [None] * (len(drafted) - same)
 
     def _go_to(self, place: int) -> None:
-        """Let the matcher have so many of the draft tokens behind it."""
+        """Let the matcher have so many of the draft tokens after it."""
         if place < self._place:
             self._matcher.rollback(self._place - place)
             self._place = place
@@ -178,7 +178,7 @@ class MaskAhead:
         self._coming: Future[None] | None = None
 
     def start(self, wanted: Sequence[tuple[Grammar, Sequence[int]]]) -> None:
-        """Begin with the masks behind each number of draft tokens, of all rows."""
+        """Begin with the masks after each number of draft tokens, of all rows."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "specexport-masks")
         self._coming = self._pool.submit(_make_masks, wanted)

@@ -101,7 +101,7 @@ class Sampler:
         return row_distribution(row, self.params)
 
     def distribution(self, logits: Float32Array, drafted: Sequence[int] = ()) -> HostDistribution:
-        """The distribution of the token behind ``drafted``, from raw logits [V']; ids from V' on are left out.
+        """The distribution of the token after ``drafted``, from raw logits [V']; ids from V' on are left out.
 
         CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
         """

@@ -22,7 +22,7 @@ _DIGITS = 10  # no index in a list has more
 
 
 class Place(NamedTuple):
-    """Where a part of a schema is: a place, and the key behind it; the places of a schema share their beginnings."""
+    """Where a part of a schema is: a place, and the key after it; the places of a schema share their beginnings."""
 
     outer: "Place | None"
     key: str

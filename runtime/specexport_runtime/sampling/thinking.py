@@ -9,8 +9,8 @@ import numpy as np
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.grammar import BoolArray, Grammar
 
-_Place = Literal["before", "thinking", "behind", "a line behind", "answer"]
-_NEXT: dict[_Place, _Place] = {"behind": "a line behind", "a line behind": "answer"}
+_Place = Literal["before", "thinking", "after", "a line after", "answer"]
+_NEXT: dict[_Place, _Place] = {"after": "a line after", "a line after": "answer"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Thinking:
 
 
 class GrammarAfterThinking(Grammar):
-    """A grammar behind a free part, as in ``Grammar``.
+    """A grammar after a free part, as in ``Grammar``.
 
     Before the token that ends the thinking every token is allowed, but for tokens that end the text. From there on the
     grammar rules. A text may also follow the grammar at once. All of this holds place by place, so that a draft may run
@@ -89,13 +89,13 @@ class GrammarAfterThinking(Grammar):
             super().consume(tokens[free:])
 
     def _follow(self, tokens: Sequence[int]) -> tuple[_Place, int]:
-        """Where the text is behind ``tokens``, and how many of them are before the grammar's first."""
+        """Where the text is after ``tokens``, and how many of them are before the grammar's first."""
         place = self._stage
         for count, token in enumerate(tokens):
             if place == "before" and token == self._thinking.begin:
                 place = "thinking"
             elif place == "thinking":
-                place = "behind" if token == self._thinking.end else "thinking"
+                place = "after" if token == self._thinking.end else "thinking"
             elif place in _NEXT and token in self._thinking.between and not self._begins_with(token):
                 place = _NEXT[place]
             else:

@@ -58,7 +58,7 @@ def _asked(body: Choices) -> tuple[StructuredOutputs | None, str]:
             form = StructuredOutputs(json=schema)
         except InvalidRequestError as error:
             raise invalid(param, str(error)) from None
-        if asked.json_schema.strict:  # behind the check of its size
+        if asked.json_schema.strict:  # after the check of its size
             check_strict(schema, param)
         return form, param
     return None, ""

@@ -38,50 +38,52 @@ SHAPES = [(16, 32), (33, 100), (7, 1), (40, 1100), (64, 2048)]
 
 
 LEVELS = {"q2_k": (15,), "q3_k": (-32, 31), "q4_k": (63,), "q5_k": (63,), "q6_k": (-128, 127), "iq4_xs": (-32, 31)}
-"""The least and largest levels that files have."""
+"""The least and largest sub-scales that files have."""
 
 
-def random_weight(name: str, n: int, k: int, generator: np.random.Generator, level: int | None = None) -> BlockWeight:
+def random_weight(
+    name: str, n: int, k: int, generator: np.random.Generator, sub_scale: int | None = None
+) -> BlockWeight:
     """Any integers, scales and offsets that a format of codes can hold; K of any size.
 
-    With ``level`` all levels are it, and codes the largest or, in every other row, 0.
+    With ``k_quant`` all sub_scales are it, and codes the largest or, in every other row, 0.
     """
     form = layout(name)
     groups, supers = -(-k // form.group), -(-k // 256)
     middle = 128 if form.bits > 4 or form.lookup else 8
     codes = generator.integers(0, 1 << form.bits, (n, k), dtype=np.uint8)
-    codes[0 :: n if level is None else 2] = (1 << form.bits) - 1  # what sums of pairs must have room for
-    codes[-1 :: -n if level is None else -2] = 0
+    codes[0 :: n if sub_scale is None else 2] = (1 << form.bits) - 1  # what sums of pairs must have room for
+    codes[-1 :: -n if sub_scale is None else -2] = 0
     if form.lookup:
         codes = (BOOKS[form.lookup] + 128).astype(np.uint8)[codes]
     scales = generator.uniform(0.001, 0.01, (n, groups)).astype(np.float16 if form.scale == "half" else np.float32)
-    bases = generator.uniform(-0.001, 0.001, (n, supers)).astype(np.float16)
-    share = 256 // form.group if form.scale == "level" else 1
-    levels = generator.integers(-32, 64, (n, groups)).astype(np.int8) if form.scale == "level" else None
-    if level is not None:
-        levels = np.full((n, groups), level, np.int8)
+    d = generator.uniform(-0.001, 0.001, (n, supers)).astype(np.float16)
+    share = 256 // form.group if form.scale == "k_quant" else 1
+    sub_scales = generator.integers(-32, 64, (n, groups)).astype(np.int8) if form.scale == "k_quant" else None
+    if sub_scale is not None:
+        sub_scales = np.full((n, groups), sub_scale, np.int8)
     stored: Stored | None = None
     offsets: np.ndarray | None = None
     if form.scale == "power":
         scales = np.ldexp(np.float32(1), generator.integers(115, 124, (n, groups)) - 128).astype(np.float32)
         scales[0], scales[-1] = np.ldexp(np.float32(1), -128), np.ldexp(np.float32(1), -127)  # subnormal
         stored = Stored(scales)
-    if levels is not None:
-        scales = np.repeat(bases, share, 1)[:, :groups].astype(np.float32) * levels
-        stored = Stored(bases, levels)
-    if form.shift == "minima":
-        least = generator.uniform(-0.02, 0.001, (n, supers)).astype(np.float16)
-        minima = generator.integers(0 if level is None else 63, 64, (n, groups)).astype(np.int8)
-        stored = Stored(bases, levels, least, minima)
-        offsets = np.repeat(least, share, 1)[:, :groups].astype(np.float32) * minima
+    if sub_scales is not None:
+        scales = np.repeat(d, share, 1)[:, :groups].astype(np.float32) * sub_scales
+        stored = Stored(d, sub_scales)
+    if form.shift == "mins":
+        dmin = generator.uniform(-0.02, 0.001, (n, supers)).astype(np.float16)
+        mins = generator.integers(0 if sub_scale is None else 63, 64, (n, groups)).astype(np.int8)
+        stored = Stored(d, sub_scales, dmin, mins)
+        offsets = np.repeat(dmin, share, 1)[:, :groups].astype(np.float32) * mins
     elif form.shift == "zero":
         zeros = generator.integers(0, 1 << form.bits, (n, groups))
         offsets = scales.astype(np.float32) * (middle - zeros).astype(np.float32)
     elif form.shift == "offset":
-        least = generator.uniform(-0.05, 0.05, (n, groups)).astype(scales.dtype)
-        offsets, stored = least.astype(np.float32), Stored(scales, least=least)  # type: ignore[arg-type]
+        dmin = generator.uniform(-0.05, 0.05, (n, groups)).astype(scales.dtype)
+        offsets, stored = dmin.astype(np.float32), Stored(scales, dmin=dmin)  # type: ignore[arg-type]
     blocks = Blocks(codes + np.uint8(form.bias), scales.astype(np.float32), offsets, stored)
-    spread = None if stored is None else ScaleLayout(256, levels is not None, form.shift == "minima")
+    spread = None if stored is None else ScaleLayout(256, sub_scales is not None, form.shift == "mins")
     if spread is not None and form.scale == "power":
         spread = ScaleLayout(form.group, powers=True)
 
@@ -182,15 +184,15 @@ def assert_right(library: str, name: str, n: int, k: int, generator: np.random.G
 
 
 def assert_largest_fit(library: str) -> None:
-    """The largest codes, levels and activations of 256 inputs stay within int32, and within 16 bits on the way."""
-    for name, levels in LEVELS.items():
-        for level in levels:
-            weight = pack(name, random_weight(name, 16, 512, np.random.default_rng(0), level))
+    """The largest codes, sub_scales and activations of 256 inputs stay within int32, and within 16 bits on the way."""
+    for name, sub_scales in LEVELS.items():
+        for sub_scale in sub_scales:
+            weight = pack(name, random_weight(name, 16, 512, np.random.default_rng(0), sub_scale))
             x = np.full((5, 512), 3, np.float32) * np.array([1, -1, 1, 1, 1], np.float32)[:, None]
             x[2, ::2], x[3, ::4], x[4, :256] = -3, -3, -3
             made = session(library, [linear(name, 16, 512)], {"x": (TensorProto.FLOAT, 2)}, {"w": weight}, ["y"])
             exact = block_arithmetic.product(name, weight, 16, 512, x)
-            assert made.run(None, {"x": x})[0].tobytes() == exact.tobytes(), f"{name}: level {level}"
+            assert made.run(None, {"x": x})[0].tobytes() == exact.tobytes(), f"{name}: sub_scale {sub_scale}"
 
 
 NOT_HERE = 77

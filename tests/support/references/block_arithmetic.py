@@ -12,16 +12,16 @@ _SMALLEST = np.float32(2.0**-116)  # activations that are all below it count as 
 def quantize_activations(x: np.ndarray, format: str = "") -> tuple[np.ndarray, npt.NDArray[np.float64]]:  # noqa: A002
     """Activations [T, K] as the operators round them for a format: int32 [T, K filled up], and a scale of each block.
 
-    The largest magnitude of 256 inputs gives their unit, in formats of levels, and their k is the least that has room
+    The largest magnitude of 256 inputs gives their unit, in K-quants, and their k is the least that has room
     for a block; in others a block has a scale of its own. What holds a NaN or an infinity has the unit or scale NaN.
     """
     units, factors, codes = (
-        quantize_levels(x) if format and blocks.layout(format).scale == "level" else quantize_blocks(x)
+        quantize_super_blocks(x) if format and blocks.layout(format).scale == "k_quant" else quantize_blocks(x)
     )
     return codes, units.astype(np.float64) * factors
 
 
-def quantize_levels(x: np.ndarray) -> tuple[npt.NDArray[np.float32], np.ndarray, np.ndarray]:
+def quantize_super_blocks(x: np.ndarray) -> tuple[npt.NDArray[np.float32], np.ndarray, np.ndarray]:
     """Units float32, factors int32 [T, blocks] and codes int32 [T, blocks * 32]: x = unit * factor * code."""
     parts, largest = _largest(x, blocks._SUPER)
     unit, inverse = _steps(largest.max(axis=2), np.float32(127 * _MAX_FACTOR))
@@ -91,7 +91,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> npt.NDArray[np.float32]:
 def product(name: str, packed: np.ndarray, n: int, k: int, x: np.ndarray) -> npt.NDArray[np.float32]:
     """[T, n] without a bias, of a format of codes and finite activations [T, k]."""
     form, parts = blocks.layout(name), fields(name, packed, n, k)
-    units, factors, codes = (quantize_levels if form.scale == "level" else quantize_blocks)(x)
+    units, factors, codes = (quantize_super_blocks if form.scale == "k_quant" else quantize_blocks)(x)
     width = -(-k // blocks.BLOCK) * blocks.BLOCK
     weights = np.zeros((n, codes.shape[1]), np.int64)
     weights[:, :k] = parts["codes"]
@@ -102,7 +102,7 @@ def product(name: str, packed: np.ndarray, n: int, k: int, x: np.ndarray) -> npt
         """Of products, and of activations, over some inputs: int64."""
         return codes[:, first:last].astype(np.int64) @ weights[:, first:last].T, codes[:, first:last].sum(axis=1)
 
-    if form.scale != "level":
+    if form.scale != "k_quant":
         for first in range(0, width, blocks.BLOCK):
             scale, places = units[:, first // blocks.BLOCK], range(first, first + blocks.BLOCK, span)
             for at in places:
@@ -117,13 +117,13 @@ def product(name: str, packed: np.ndarray, n: int, k: int, x: np.ndarray) -> npt
         for at in range(start, min(start + 256, width), span):
             each, own = sums(at, at + span)
             factor = factors[:, at // blocks.BLOCK].astype(np.int64)
-            total += each * factor[:, None] * _of(parts["levels"], at // form.group)[None]
-            if "minima" in parts:
-                below += (own * factor)[:, None] * _of(parts["minima"], at // form.group)[None]
+            total += each * factor[:, None] * _of(parts["sub_scales"], at // form.group)[None]
+            if "mins" in parts:
+                below += (own * factor)[:, None] * _of(parts["mins"], at // form.group)[None]
         unit = units[:, start // blocks.BLOCK, None]
-        found = _int32(total).astype(np.float32) * parts["bases"][None, :, start // 256]
-        if "minima" in parts:
-            found = fma(_int32(below).astype(np.float32), parts["leasts"][None, :, start // 256], found)
+        found = _int32(total).astype(np.float32) * parts["d"][None, :, start // 256]
+        if "mins" in parts:
+            found = fma(_int32(below).astype(np.float32), parts["dmin"][None, :, start // 256], found)
         out = fma(found, unit, out)
     return out
 
@@ -137,12 +137,12 @@ def fields(name: str, packed: np.ndarray, n: int, k: int) -> dict[str, np.ndarra
         zeros = _array(form, packed, n, k, "zeros")
         found["codes"] = codes + np.repeat(zeros, form.group, axis=1)[:, :k].astype(np.int32)
         found["offsets"] = -scales * zeros.astype(np.float32)
-    if form.scale == "level":
-        found["levels"] = _array(form, packed, n, k, "levels").astype(np.int64)
-        found["bases"] = _array(form, packed, n, k, "bases").astype(np.float32)
-    if form.shift == "minima":
-        found["minima"] = _array(form, packed, n, k, "minima").astype(np.int64)
-        found["leasts"] = _array(form, packed, n, k, "leasts").astype(np.float32)
+    if form.scale == "k_quant":
+        found["sub_scales"] = _array(form, packed, n, k, "sub_scales").astype(np.int64)
+        found["d"] = _array(form, packed, n, k, "d").astype(np.float32)
+    if form.shift == "mins":
+        found["mins"] = _array(form, packed, n, k, "mins").astype(np.int64)
+        found["dmin"] = _array(form, packed, n, k, "dmin").astype(np.float32)
     return found
 
 

@@ -84,7 +84,7 @@ def _prepared(x: Any, norm: Any, cos: Any, sin: Any, at: np.ndarray, attributes:
     assert 2 * width <= size
     assert cos.shape == sin.shape
     assert cos.dtype == sin.dtype == x.dtype
-    assert len(at) == 0 or at.max() < len(cos), "the kernel reads what lies behind its tables"
+    assert len(at) == 0 or at.max() < len(cos), "the kernel reads what lies after its tables"
     turned, (cos, sin) = x.copy(), (table[at][:, None] for table in (cos, sin))
     pairs = (slice(0, width), slice(width, 2 * width))
     if attributes["rotary_interleaved"]:

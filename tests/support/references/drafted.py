@@ -60,7 +60,7 @@ def check_text(
 
 
 class Odds:
-    """Whether sampled texts behind a prompt follow the target: chi-square over their first tokens together."""
+    """Whether sampled texts after a prompt follow the target: chi-square over their first tokens together."""
 
     def __init__(self, engine: SpecEngine, prompt: list[int], params: SamplingParams) -> None:
         tree = LogitTree(engine.target, prompt)

@@ -54,7 +54,7 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3Json(ToolFormat):
-    """Llama 3.1 and 3.2: one call, first or behind ``<|python_tag|>``; several with ``;`` are read as well."""
+    """Llama 3.1 and 3.2: one call, first or after ``<|python_tag|>``; several with ``;`` are read as well."""
 
     name = "llama3_json"
     openers = markers = (_TAG,)

@@ -88,7 +88,7 @@ class _End:
         self._end: int | None = None
 
     def find(self, text: str) -> int | None:
-        """The place behind its last character; None if that has not come yet."""
+        """The place after its last character; None if that has not come yet."""
         while self._end is None:
             match = _SPECIAL.search(text, self._at)
             if match is None:
@@ -122,7 +122,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def read_objects(feed: Feed, names: frozenset[str], separator: str) -> Reading:
-    """Calls with a separator between them, at least one; what is behind the last good one is left."""
+    """Calls with a separator between them, at least one; what is after the last good one is left."""
     while True:
         yield from feed.skip_space()
         if not (yield from read_object(feed, names)):
@@ -134,7 +134,7 @@ def read_objects(feed: Feed, names: frozenset[str], separator: str) -> Reading:
 
 
 def read_list(feed: Feed, names: frozenset[str]) -> Reading:
-    """A list of calls, or one; ``feed`` stands before it. What is behind the last good one is left."""
+    """A list of calls, or one; ``feed`` stands before it. What is after the last good one is left."""
     if feed.next == "{":
         return (yield from read_object(feed, names))
     if not (yield from feed.takes("[")):
