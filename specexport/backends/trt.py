@@ -45,14 +45,14 @@ class TrtPlan(NamedTuple):
     feature_size: int = 0  # E of a draft head
 
 
-def label(sm: str) -> str:
+def format_architecture(sm: str) -> str:
     """An architecture as the manifest, messages and file names have it: ``"sm89"``, or ``"any"``."""
     return sm if sm == ANY_ARCHITECTURE else f"sm{sm}"
 
 
 def engine_name(sm: str) -> str:
     """File name of the engine for an architecture."""
-    return f"model.{label(sm)}.engine"
+    return f"model.{format_architecture(sm)}.engine"
 
 
 def write_trt_engines(
@@ -73,7 +73,7 @@ def write_trt_engines(
             value.const_value = None
         engines: list[EngineFile] = []
         for sm in plan.architectures:
-            note(f"{label(sm)}: {len(plan.profiles)} profiles")
+            note(f"{format_architecture(sm)}: {len(plan.profiles)} profiles")
             job = {
                 "backend": plan.backend,
                 "model": str(model),
@@ -81,7 +81,7 @@ def write_trt_engines(
                 "profiles": [profile.name for profile in plan.profiles],
                 "shapes": shapes,
                 "engine": str(folder / engine_name(sm)),
-                "log": str(folder / f"model.{label(sm)}.log"),
+                "log": str(folder / f"model.{format_architecture(sm)}.log"),
                 "num_layers": len(plan.layers),
                 "float32_products": products,
                 "plugins": plugin_names(ir_model),
@@ -97,14 +97,14 @@ def _is_float32_product(node: "ir.Node") -> bool:
 
 
 def _note_for(note: Callable[[str], None], sm: str, text: str) -> None:
-    note(f"{label(sm)}: {text}")
+    note(f"{format_architecture(sm)}: {text}")
 
 
 def _engine_file(backend: str, sm: str, report: Mapping[str, Any]) -> EngineFile:
     kept = {name: report[name] for name in EngineReport._fields}
     return EngineFile(
         path=engine_name(sm),
-        sm=label(sm),
+        sm=format_architecture(sm),
         builder=backend,
         builder_version=str(report["version"]),
         memory_bytes=report["activation_bytes"],
@@ -123,21 +123,21 @@ def _run_worker(job: Mapping[str, Any], scratch: Path, note: Callable[[str], Non
         ) as worker,
     ):
         try:
-            events = [_follow(line, note) for line in worker.stdout or ()]
+            events = [_parse_event(line, note) for line in worker.stdout or ()]
         except BaseException:
             worker.kill()
             raise
     last = next((event for event in reversed(events) if event.get("event") in ("done", "error")), None)
     if last is None:
         said_last = _tail((scratch / "stderr").read_text(encoding="utf-8", errors="replace"))
-        raise _died(worker.returncode, job, said_last or _tail(Path(job["log"]).read_text(encoding="utf-8")))
+        raise _make_exit_error(worker.returncode, job, said_last or _tail(Path(job["log"]).read_text(encoding="utf-8")))
     if last["event"] == "error":
         raise _error(last)
     report: dict[str, Any] = last["report"]
     return report
 
 
-def _follow(line: str, note: Callable[[str], None]) -> dict[str, Any]:
+def _parse_event(line: str, note: Callable[[str], None]) -> dict[str, Any]:
     try:
         event: dict[str, Any] = json.loads(line)
     except ValueError:  # a native library printed something
@@ -160,12 +160,12 @@ def _tail(text: str) -> str:
     return " | ".join(line.strip() for line in text.strip().splitlines()[-_LAST_LINES:])
 
 
-def _died(code: int | None, job: Mapping[str, Any], said: str) -> SpecexportError:
+def _make_exit_error(code: int | None, job: Mapping[str, Any], said: str) -> SpecexportError:
     if code == -9:  # the kernel ends processes when memory runs out
         return IncompatibleError(
-            f"the TensorRT builder for {label(job['sm'])} was killed: this machine has too little memory.",
+            f"the TensorRT builder for {format_architecture(job['sm'])} was killed: too little memory.",
             "close other programs, or build on a machine with more memory.",
         )
     return CheckFailedError(
-        f"the TensorRT builder for {label(job['sm'])} ended with code {code}: {said or 'no message'}."
+        f"the TensorRT builder for {format_architecture(job['sm'])} ended with code {code}: {said or 'no message'}."
     )

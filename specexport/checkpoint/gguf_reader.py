@@ -81,7 +81,7 @@ def _open_file(path: Path) -> Any:
                 items = list(self._get(first, item, count).reshape(-1, 1))
                 size = count * np.dtype(item).itemsize
             elif kind == gguf.GGUFValueType.STRING:
-                items, size = _texts(self._plain.data, first, count)
+                items, size = _read_strings(self._plain.data, first, count)
             else:
                 return super()._get_field_parts(orig_offs, raw_type)
             return _LIST.size + size, head + items, range(len(head), len(head) + len(items)), types
@@ -108,7 +108,7 @@ def _open_file(path: Path) -> Any:
         raise CheckpointError(f"{path.name} {fault}.", "fetch or convert the checkpoint again.") from error
 
 
-def _texts(data: memoryview, place: int, count: int) -> tuple[list[memoryview], int]:
+def _read_strings(data: memoryview, place: int, count: int) -> tuple[list[memoryview], int]:
     """Texts one after the other, each after its length, and the bytes that they take with these."""
     found, start = [], place
     for _ in range(count):
@@ -135,7 +135,7 @@ def architecture(reader: Any) -> str:
     return str(read(reader, "general.architecture") or "")
 
 
-def module_blocks(reader: Any) -> range:
+def list_mtp_blocks(reader: Any) -> range:
     """Numbers of the blocks that are MTP modules, after the target's layers: ``block_count`` counts them too."""
     arch = architecture(reader)
     count, modules = (read(reader, f"{arch}.{key}") or 0 for key in ("block_count", "nextn_predict_layers"))

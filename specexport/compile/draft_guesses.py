@@ -56,7 +56,7 @@ class Text(NamedTuple):
     written: list[int]
 
 
-def held_out(texts: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def split_held_out(texts: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Texts to count tokens on, and prompts that are not among them; no prompts where texts are too few."""
     chunks = [text[at : at + _CHUNK] for text in texts for at in range(0, len(text), _CHUNK)]
     held = chunks[::_HELD_OUT]
@@ -90,7 +90,7 @@ def write_texts(
         raise SpecexportError("the target is too large to write texts for it.")
     rows, count = (rows[:MIN_PROMPTS], FEW_TOKENS) if few else (rows, NUM_TOKENS)
     with closing(open_new_engine(folder, target.entry, num_rows=len(rows), kv_capacity=_CAPACITY)) as executor:
-        written = _write(ModelRunner(executor), rows, count)
+        written = _generate_rows(ModelRunner(executor), rows, count)
     texts = []
     for ids, own in zip(rows, written, strict=True):
         ends = [at for at, token in enumerate(own, 1) if token in target.eos_token_ids]
@@ -101,8 +101,8 @@ def write_texts(
     return known
 
 
-def _write(runner: ModelRunner, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    found, shared = [], _read_once(runner, [prompt[:-1] for prompt in prompts])
+def _generate_rows(runner: ModelRunner, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    found, shared = [], _prefill_shared_prefix(runner, [prompt[:-1] for prompt in prompts])
     for row, prompt in enumerate(prompts):
         found.append(int(runner.step(row, [RowWork(prompt[shared:], 1)], "token_ids")[0]))
         runner.kv.commit(row, len(prompt))
@@ -115,18 +115,18 @@ def _write(runner: ModelRunner, prompts: Sequence[list[int]], count: int) -> lis
     return written
 
 
-def _read_once(runner: ModelRunner, rows: Sequence[list[int]]) -> int:
+def _prefill_shared_prefix(runner: ModelRunner, rows: Sequence[list[int]]) -> int:
     """Put what all rows begin with into each; how many tokens that are."""
     alike = [len(set(column)) == 1 for column in zip(*rows, strict=False)]
     shared = [*alike, False].index(False)
     runner.prefill(0, rows[0][:shared])
     for row in range(1, len(rows)):
         runner.copy_row(0, row, shared)
-        runner.go_on(row, shared)
+        runner.resume_row(row, shared)
     return shared
 
 
-def guess_texts(
+def measure_guesses(
     folder: Path,
     entry: ModelEntry,
     texts: Sequence[Text],
@@ -142,23 +142,23 @@ def guess_texts(
     ids = np.arange(entry.vocab_size, dtype=np.int32) if own is None else own
     kept = [slice(None) if head is None else np.flatnonzero(np.isin(ids, head)) for head in heads]
     said = ids if tokens is None else tokens.target_ids[ids]
-    read, places = zip(*[_spelled(text, tokens) for text in texts], strict=True)
+    read, places = zip(*[_spell_for_draft(text, tokens) for text in texts], strict=True)
     right = []
     capacity = _CAPACITY * (1 if tokens is None else tokens.most) + 1
     with closing(open_new_engine(folder, entry, num_rows=len(texts), kv_capacity=capacity)) as executor:
         runner = ModelRunner(executor)
-        shared = _read_once(runner, [each[: at[0]] for each, at in zip(read, places, strict=True)])
+        shared = _prefill_shared_prefix(runner, [each[: at[0]] for each, at in zip(read, places, strict=True)])
         for row, (text, each, at) in enumerate(zip(texts, read, places, strict=True)):
             logits = runner.step(row, [RowWork(each[shared:], len(each) - at[0])])[at - at[0]]
             right.append([said[rows][logits[:, rows].argmax(axis=1)] == text.written for rows in kept])
     return np.concatenate(right, axis=1)
 
 
-def _spelled(text: Text, tokens: TokenMap | None) -> tuple[list[int], Int64Array]:
+def _spell_for_draft(text: Text, tokens: TokenMap | None) -> tuple[list[int], Int64Array]:
     """What a draft reads of a text, and the place before each token that was written."""
     read = [*text.prompt, *text.written[:-1]]
     if tokens is None:
         return read, np.arange(len(text.prompt) - 1, len(read))
-    lead = tokens.lead_of(read)
+    lead = tokens.get_lead(read)
     ids, counts = tokens.spell(read)
     return lead + ids, len(lead) + np.cumsum(counts)[len(text.prompt) - 1 :] - 1

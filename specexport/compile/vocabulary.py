@@ -21,14 +21,14 @@ def check_vocabularies(target: Mapping[int, str], draft: Mapping[int, str], *, n
         raise VocabularyMismatchError(
             f"target and draft have different vocabularies: token id {first} is {_show(target.get(first))} in the "
             f"target and {_show(draft.get(first))} in the draft; {len(different):,} of {end:,} ids differ"
-            f"{_ranges(different)}.",
+            f"{_format_ranges(different)}.",
             "use a draft with the target's tokenizer (of the same model family).",
         )
     if end == 0:
         raise VocabularyMismatchError("target and draft share no token.", "use a draft with the target's tokenizer.")
 
 
-def _ranges(ids: Sequence[int], most: int = 5) -> str:
+def _format_ranges(ids: Sequence[int], most: int = 5) -> str:
     """Which ids, as ranges: `` (3, 7-12 and more)``; nothing for a single one."""
     if len(ids) == 1:
         return ""

@@ -10,7 +10,7 @@ import click
 
 from specexport.debug.run import GRAPHS, STEPS
 from specexport.report import Column, print_json, print_report, terminal_table
-from specexport_runtime.bundle.quant_kinds import rounding_kinds
+from specexport_runtime.bundle.quant_kinds import list_rounding_kinds
 from specexport_runtime.cli.options import engine_flag
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specexport.debug.compare import Comparison, LayerRow
     from specexport.debug.run import DebugReport
 
-_LIMITS = "; ".join(f"{kind.name}: {kind.limits.tensor}" for kind in rounding_kinds())
+_LIMITS = "; ".join(f"{kind.name}: {kind.limits.tensor}" for kind in list_rounding_kinds())
 _ROLES = ("target", "draft")
 
 

@@ -103,7 +103,7 @@ def show_draft(r: RoundTrace, pieces: Pieces) -> "Text":
         text.append("".join(emitted[on_chain : r.accepted]), style="green")
     if len(emitted) > r.accepted:
         text.append(" → ", style="dim")
-        text.append("".join(emitted[r.accepted :]), style="cyan" if r.passed_whole else "")
+        text.append("".join(emitted[r.accepted :]), style="cyan" if r.is_fully_accepted else "")
     return text
 
 
@@ -140,8 +140,8 @@ def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list
     lines = [
         _count_line(summary),
         _time_line(summary),
-        "K was chosen as: " + _counted(summary.reasons, _REASONS) + ".",
-        "Drafts ended because: " + _counted(summary.ends, _ENDS) + ".",
+        "K was chosen as: " + _format_counts(summary.reasons, _REASONS) + ".",
+        "Drafts ended because: " + _format_counts(summary.ends, _ENDS) + ".",
     ]
     if layers is not None:
         removed = (layers.removed_attention, layers.removed_recurrences, layers.removed_mlp)
@@ -194,5 +194,5 @@ def _time_line(summary: Summary) -> str:
     return f"{line}, plain decoding {summary.plain_milliseconds:.1f} ms: {what} ({ratio:.2f}×)."
 
 
-def _counted(counts: dict[str, int], words: dict[str, str]) -> str:
+def _format_counts(counts: dict[str, int], words: dict[str, str]) -> str:
     return ", ".join(f"{words.get(name, name)} ({count})" for name, count in counts.items()) or "nothing"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import CONFIG_NAME, OTHER_TARGET, HeadFiles, check_target, read_size
 from specexport.heads.kind import Caches, HeadKind
-from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection, modules_of
+from specexport.heads.loaded import LoadedHead, TargetTables, convert_module_errors, fill_module, load_projection
 from specexport.heads.modules import HeadModule
 from specexport.heads.reference import CHECK_CAPACITY, CheckedRow, HeadReference, LentRows
 from specexport.heads.trace import trace_head_step
@@ -207,7 +207,7 @@ def _read_caches(model: Any, ids: Tensor, config: HeadConfig) -> tuple[Tensor, C
 
 
 def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
-    with modules_of(files):
+    with convert_module_errors(files):
         with torch.device("meta"):
             head = AssistantHead(config, files.name)
         rotary = head.body.rotary_emb

@@ -19,10 +19,10 @@ from specexport.heads.dflash import (
     GUESS_STEP,
     BlockHead,
     block_kind,
-    guessing_blocks,
+    compute_guess_blocks,
     load_block,
     read_block,
-    value_of,
+    read_value,
 )
 from specexport.heads.files import HeadFiles, is_named, read_size
 from specexport.heads.kind import Caches
@@ -159,10 +159,10 @@ def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
     config, causal = read_block(files, target, "dflash2", _PLAIN, block_size=8)
 
     def size(key: str, default: int) -> int:
-        return read_size(files, {key: value_of(files, key)}, key, default)
+        return read_size(files, {key: read_value(files, key)}, key, default)
 
     def factor(key: str, default: float) -> float:
-        value = value_of(files, key, default)
+        value = read_value(files, key, default)
         if type(value) not in (int, float):
             raise CheckpointError(f"{files.name}: {key} is {value!r}, no number.", "fetch the head again.")
         return float(value)
@@ -205,7 +205,7 @@ def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, _: Caches) ->
     """Each second place takes a block of its own; the second guess reads the text's own token."""
     head, rows = loaded.head, min(loaded.config.block_size or GUESS_ROWS, GUESS_ROWS)
     ids = None if loaded.ids is None else torch.from_numpy(loaded.ids).long()
-    states, starts = guessing_blocks(head, tokens, features, step=GUESS_STEP, rows=rows)
+    states, starts = compute_guess_blocks(head, tokens, features, step=GUESS_STEP, rows=rows)
     for place in range(1, min(rows, 3)):
         behind = starts[starts + place - 1 < len(tokens)] + place - 1
         found = head.select(states[: len(behind), place], tokens[behind], ids)

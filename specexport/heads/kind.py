@@ -68,7 +68,7 @@ class HeadKind:
     stored_name: Callable[[str], str] = str
 
 
-def other_last_states(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
+def list_state_readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
     """Of heads that read one hidden state: those beside it; after the last comes that after the norm."""
     told, tap = {num_layers: BEFORE_NORM, AFTER_NORM: AFTER_LAST}, config.taps[0]
     beside = [*([tap - 1] if tap else []), tap + 1 if tap < num_layers else AFTER_NORM]
@@ -93,12 +93,12 @@ def reversed_taps(config: HeadConfig) -> list[Reading]:
     return [Reading(replace(config, taps=taps), f"hidden states in the order {list(taps)}")] if len(taps) > 1 else []
 
 
-def swapped(config: HeadConfig) -> Reading:
+def swapped_reading(config: HeadConfig) -> Reading:
     """Embedding and feature in the other order."""
     return Reading(replace(config, feature_first=not config.feature_first), SWAPPED)
 
 
-def other_flag(config: HeadConfig, name: str) -> Reading:
+def flipped_flag_reading(config: HeadConfig, name: str) -> Reading:
     """A switch of the configuration turned over."""
     other = not getattr(config, name)
     changes: dict[str, Any] = {name: other}

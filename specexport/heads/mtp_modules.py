@@ -27,7 +27,7 @@ from specexport.heads.files import MORE, HeadFiles
 from specexport.heads.kind import Caches, HeadKind, Reading
 from specexport.heads.layered import load_layered
 from specexport.heads.loaded import LoadedHead
-from specexport.heads.modules import RunModule, answer_by_head, heads_asked, norm_class
+from specexport.heads.modules import RunModule, find_row_heads, norm_class, run_by_head
 from specexport.heads.mtp import MtpHead, load_body, read_module, readings_of_module
 from specexport.heads.mtp_files import EMBED_NORM, num_modules
 from specexport.heads.reference import CheckedRow, HeadReference
@@ -93,7 +93,7 @@ class MtpModules(MtpHead):
         if not self.head_config.shape.own_lm_heads:
             return self.lm_head(flat), flat
         lm_heads = [self.lm_head, *(part.lm_head for part in self.more.values())]
-        return answer_by_head(numbers, count, lambda i, mine: lm_heads[i](flat.index_select(0, mine))), flat
+        return run_by_head(numbers, count, lambda i, mine: lm_heads[i](flat.index_select(0, mine))), flat
 
 
 class ModulesStep(HeadStep):
@@ -110,7 +110,7 @@ class ModulesStep(HeadStep):
     def read(self, state: Tensor, features: Tensor, step: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """See ``HeadStep.read``."""
         input_ids, _, logit_rows, _, cu_new_tokens, *_ = step
-        numbers = heads_asked(AHEAD_ID - input_ids, logit_rows, cu_new_tokens) + 1
+        numbers = find_row_heads(AHEAD_ID - input_ids, logit_rows, cu_new_tokens) + 1
         logits: tuple[Tensor, Tensor] = self.model.guess(state, logit_rows - numbers, numbers)
         return logits
 
@@ -123,17 +123,17 @@ def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
             f"{files.name} has {count} MTP modules; up to {MAX_LOOKAHEAD} can be read.",
             "give a checkpoint whose config.json belongs to its weights.",
         )
-    if _differ(files, "embed_tokens.weight", count):
+    if _has_different_tensors(files, "embed_tokens.weight", count):
         raise UnsupportedModelError(
             f"{files.name}: each of its MTP modules has another embedding, and only modules that share one are read.",
             "draft with `lookup`.",
         )
-    shape = ModulesShape(own_lm_heads=_differ(files, "lm_head.weight", count))
+    shape = ModulesShape(own_lm_heads=_has_different_tensors(files, "lm_head.weight", count))
     taps = (target.num_layers,)
     return replace(read_module(files, target), kind="mtp-modules", taps=taps, num_modules=count, shape=shape)
 
 
-def _differ(files: HeadFiles, name: str, count: int) -> bool:
+def _has_different_tensors(files: HeadFiles, name: str, count: int) -> bool:
     """Whether modules have different tensors of a name; a module that lacks one has the target's."""
     stored = [each for i in range(count) if (each := f"{MORE}{i}.{name}" if i else name) in files.shapes]
     if not stored:

@@ -168,7 +168,9 @@ def linear_attention(
             attended[head] = scale * (after[head].T @ own)
         return after, attended.ravel()
 
-    return _run(advance, np.concatenate(parts, axis=1), v.shape[1], state, pending, state_steps, cu_new_tokens)
+    return _run_recurrence(
+        advance, np.concatenate(parts, axis=1), v.shape[1], state, pending, state_steps, cu_new_tokens
+    )
 
 
 def causal_conv(
@@ -204,10 +206,10 @@ def causal_conv(
         output = (seen * taps).sum(axis=0) + (0.0 if bias is None else bias)
         return seen[1:], output / (1 + np.exp(-output)) if silu else output
 
-    return _run(advance, x, x.shape[1], state, pending, state_steps, cu_new_tokens)
+    return _run_recurrence(advance, x, x.shape[1], state, pending, state_steps, cu_new_tokens)
 
 
-def _run(
+def _run_recurrence(
     advance: Advance, x: Array, width: int, state: Array, pending: Array, state_steps: Array, cu_new_tokens: Array
 ) -> tuple[Array, Array, Array]:
     """Every row: what is for good, then the drafts, from the state after that."""

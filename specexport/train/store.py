@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specexport.heads.write import write_tensors
-from specexport.trace.layers import tapped
+from specexport.trace.layers import record_taps
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import InvalidRequestError
 
@@ -154,7 +154,7 @@ def collect_states(
         group = texts[at : at + BATCH]
         longest = max(map(len, group))
         ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in group])
-        with torch.no_grad(), tapped(model, wanted) as found:
+        with torch.no_grad(), record_taps(model, wanted) as found:
             model.base_model(input_ids=ids, use_cache=False)
         states = torch.stack([found[tap] for tap in wanted], dim=2).bfloat16()
         writer.add(

@@ -143,10 +143,10 @@ def require(kind: str) -> None:
         if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
             pytest.skip(f"onnxruntime {onnxruntime.__version__} is here without the CUDA provider (onnxruntime-gpu)")
     if kind == "tensorrt-rtx":
-        from specexport.backends.present_gpu import present_architecture
+        from specexport.backends.present_gpu import query_gpu_architecture
         from specexport.backends.trt_package import TENSORRT_RTX, known_architectures
 
-        if (sm := present_architecture()) not in known_architectures(TENSORRT_RTX):
+        if (sm := query_gpu_architecture()) not in known_architectures(TENSORRT_RTX):
             pytest.skip(f"TensorRT-RTX has no kernels for sm {sm}")
 
 

@@ -15,7 +15,7 @@ from specexport.inspect import describe
 from specexport_runtime import SamplingParams
 from specexport_runtime.bundle.arrays import CorrectionTables, MaskInput
 from specexport_runtime.bundle.manifest import load_manifest
-from specexport_runtime.drafters.correction import corrector_of
+from specexport_runtime.drafters.correction import make_corrector
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.requests.draft_exit import DraftExitParams
 from tests.support.models.head_bundles import Watch, build, opened
@@ -64,7 +64,7 @@ def test_logits_are_corrected_by_the_published_equations(dialect: str, target: A
     spec = DIALECTS[dialect](tmp_path, target)
     loaded = load(tmp_path, target)
     ids, count = loaded.ids, spec.block.block_size - (not spec.from_anchor)
-    corrector = corrector_of(mask_of(loaded))
+    corrector = make_corrector(mask_of(loaded))
     context, generator, changed = torch.randn(6, HIDDEN), np.random.default_rng(5), 0
     for likely in (0.0, 0.5, 1.0):
         walk = Walk(spec, context, 17, count)

@@ -15,7 +15,7 @@ from specexport.heads.loaded import TargetTables
 from specexport.heads.probe import check_probe, probe_head
 from specexport.inspect import describe
 from specexport.passes.quantize_ort_cpu import is_lookup
-from specexport.trace.layers import tapped
+from specexport.trace.layers import record_taps
 from specexport.verify.logit_tree import HeadTree
 from specexport_runtime import SamplingParams
 from specexport_runtime.abi import OP_NAME
@@ -137,7 +137,7 @@ def oracle(target: Any, loaded: Any, right: tuple[int, ...] | None) -> Any:
     def guess(_: Any, tokens: Any, features: Any, *, step: int, rows: int) -> Any:
         assert rows == 5
         taps = right or (0,)
-        with tapped(target, taps) as states:
+        with record_taps(target, taps) as states:
             logits = target(tokens[None]).logits[0, 1::step]
         if right is not None:
             wanted = loaded.projection([states[tap][0, :-1] for tap in taps])

@@ -10,7 +10,7 @@ import pytest
 from specexport.backends.ort import write_onnx, write_padded_onnx
 from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
 from specexport.passes.pipeline import default_passes, run_passes
-from specexport.trace.check import reference_logits
+from specexport.trace.check import compute_reference_logits
 from tests.support.cases import chance
 from tests.support.models.tiny_models import BASE, VOCAB, make_model
 from tests.support.models.tiny_traces import tiny_model, trace_of
@@ -63,7 +63,7 @@ def test_fused_logits_equal_eager_transformers(name: str, tmp_path: Path) -> Non
     model = make_model(*PARTIAL[name]) if name in PARTIAL else tiny_model(name)
     random = np.random.default_rng(chance.seed(7))
     sequences = [random.integers(3, VOCAB, past + max(VERIFY)).tolist() for past in PREFILL]
-    expected = reference_logits(make_checkpoint(model), sequences)
+    expected = compute_reference_logits(make_checkpoint(model), sequences)
     fused = Fused(model, tmp_path)
     assert fused.counts == EXPECTED[name][:3]
     nodes = [node for node in fused.graph.graph if node.op_type == "UnpaddedAttention"]

@@ -149,8 +149,8 @@ def test_what_looks_at_logits_in_between_is_not_chained(opened: Callable[..., Op
     seq = begun(0, [3, 4], params, draft_exit=DraftExit(DraftExitParams(gamma=0.1)) if what == "exit" else None)
     drafts = open_drafts([seq], [3])
     head = SimpleNamespace(ids=np.arange(VOCAB), widen=lambda logits: logits) if what == "cut head" else None
-    gpu.executor.name_rows(head)
-    run_drafts(ModelRunner(gpu.executor), drafts, VOCAB, lambda draft: RowWork(draft.since(0)[-1:], 1))
+    gpu.executor.set_head(head)
+    run_drafts(ModelRunner(gpu.executor), drafts, VOCAB, lambda draft: RowWork(draft.list_tokens_since(0)[-1:], 1))
     assert drafts[0].tokens
 
 

@@ -12,7 +12,7 @@ from specexport_runtime.drafters.draft_loop import Draft
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.logit_rows import NumpyRows
-from specexport_runtime.executors.row_kernels import whole_row
+from specexport_runtime.executors.row_kernels import ask_whole_row
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sampling.block import RULES
@@ -149,7 +149,7 @@ class Rules:
         draft = Draft(seq, lookahead)
         while draft.is_open:
             logits = table[(seq.tokens + draft.tokens)[-1]]
-            draft.draw(NumpyRows(logits[None], [whole_row(len(logits))])[0], len(logits))
+            draft.draw(NumpyRows(logits[None], [ask_whole_row(len(logits))])[0], len(logits))
         return draft
 
     def observe(self, state, drafted, accepted):

@@ -179,7 +179,7 @@ def test_what_is_learned_of_texts_with_a_grammar_or_by_another_rule_is_kept_apar
 def test_acceptance_is_learned_from_guesses_alone():
     """Of a draft with a forced token in the middle: two guesses, the second failed."""
     proposal = Proposal([4, 5, 6, 7], None, forced=(1, 3), drafter="draft-model")
-    assert [proposal.own_tests(accepted) for accepted in range(5)] == [
+    assert [proposal.count_own_tests(accepted) for accepted in range(5)] == [
         (0, True),
         (1, False),  # the forced token failed, which tells nothing of the drafter
         (1, True),

@@ -95,7 +95,7 @@ def test_depth_ends_the_process_alone(compiler):
     """Beyond what a request may have."""
     compiler.compile(SMALL)
     rules = "".join(f'T{i}: "a" T{i + 1}\n' for i in range(100_000))
-    assert "depth of its parts" in compiler._trial.fault_of(f'start: T0\n{rules}T100000: "b"')
+    assert "depth of its parts" in compiler._trial.find_fault(f'start: T0\n{rules}T100000: "b"')
 
 
 @pytest.mark.parametrize("case", HONEST)

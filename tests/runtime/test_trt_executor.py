@@ -411,7 +411,7 @@ def test_cache_entries_are_read_as_float32(tmp_path, dtype):
     stored = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else values.astype(dtype)
     gpu.synchronize()  # the arena was still to be cleared
     gpu.bytes(address, cache.row_bytes)[:] = stored.view(np.uint8)
-    found = executor.cache_entries(row, 3, 8)
+    found = executor.read_cache_entries(row, 3, 8)
     assert list(found) == [f"{kind}_cache.{layer}" for layer in range(len(LAYERS)) for kind in "kv"]
     expected = values.reshape(cache.shape)[:, 3:8]
     assert found[cache.name].dtype == np.float32

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specexport_runtime.requests.records import Begun, DrafterTraits, Proposal
+from specexport_runtime.requests.records import DrafterTraits, DraftPrefix, Proposal
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.arrays import CutHead, MaskInput
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from specexport_runtime.requests.request import Request
 
 __all__ = [
-    "Begun",
     "DraftOffer",
+    "DraftPrefix",
     "Drafter",
     "DrafterFactory",
     "DrafterKind",
@@ -51,7 +51,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(
-        self, requests: "Sequence[Request]", lookaheads: Sequence[int], begun: "Sequence[Begun] | None" = None
+        self, requests: "Sequence[Request]", lookaheads: Sequence[int], begun: "Sequence[DraftPrefix] | None" = None
     ) -> list[Proposal]:
         """Up to ``lookaheads[i]`` draft tokens for each request. 0 must return an empty proposal.
 

@@ -6,7 +6,7 @@ from specexport_runtime.requests.records import Branch
 from specexport_runtime.requests.request import Request
 
 
-def room_for_branches(request: Request, chain: int) -> int:
+def count_branch_room(request: Request, chain: int) -> int:
     """Most branches of a copy beside a chain of so many tokens; a controller says it by the siblings that it allows."""
     room = max(request.tree_size - chain, 0)
     return min(sum(request.siblings), room) if request.adaptive else room

@@ -41,7 +41,7 @@ class Corrector(Protocol):
         ...
 
 
-def corrector_of(mask: "MaskInput | None") -> Corrector | None:
+def make_corrector(mask: "MaskInput | None") -> Corrector | None:
     """How a head corrects its logits; None if it does not."""
     tables = None if mask is None else mask.correction
     if tables is None:

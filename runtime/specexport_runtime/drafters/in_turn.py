@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves, StepCost
 
 
-def modules_work(tokens: Sequence[int], features: Float32Array) -> RowWork:
+def make_modules_work(tokens: Sequence[int], features: Float32Array) -> RowWork:
     """A step over ``features`` [n, E] and the tokens after them, for the logits of the module after the last."""
     count, width = features.shape
     ahead = [AHEAD_ID - token for token in tokens[count:]]
@@ -66,10 +66,12 @@ class ModulesDrafter(HeadDrafter):
         if draft.tokens:
             self._settle(req, held)
         else:
-            if held.count > self._most_new_tokens(self.max_backlog, self.reach - 1):
+            if held.count > self._limit_new_tokens(self.max_backlog, self.reach - 1):
                 self._read_held(req, held)
             self._whole[req] = max(0, held.count - self.reach + 1)
-        return modules_work(self._known([*req.tokens[held.start + 1 :], *draft.tokens]), self._peek(req, held))
+        return make_modules_work(
+            self._replace_unknown_ids([*req.tokens[held.start + 1 :], *draft.tokens]), self._peek(req, held)
+        )
 
     def _is_kept(self, draft: Draft) -> bool:
         """Entries of the first step, till :meth:`_settle` takes back those that lack tokens."""
@@ -106,8 +108,8 @@ class ModulesDrafter(HeadDrafter):
         runner, ahead = self.runner, self.reach - 1
         before = runner.executor.engine_seconds
         while (count := min(held.count, len(request.tokens) - 1 - ahead - held.start, runner.max_chunk - ahead)) > 0:
-            tokens = self._known(request.tokens[held.start + 1 : held.start + 1 + count + ahead])
-            runner.step(request.row, [modules_work(tokens, self._peek(request, held)[:count])], "token_ids")
+            tokens = self._replace_unknown_ids(request.tokens[held.start + 1 : held.start + 1 + count + ahead])
+            runner.step(request.row, [make_modules_work(tokens, self._peek(request, held)[:count])], "token_ids")
             self._commit(request, held, count)
         runner.prefill_seconds += runner.executor.engine_seconds - before
 

@@ -118,7 +118,7 @@ class Executor(ABC):
     head: "CutHead | None" = None
     """Which token ids the first rows of the LM head are; None: each is its own number."""
 
-    def name_rows(self, head: "CutHead | None") -> None:
+    def set_head(self, head: "CutHead | None") -> None:
         """Set :attr:`head`."""
         self.head = head
 
@@ -177,7 +177,7 @@ class Executor(ABC):
         """Bytes of memory that the first ``entries`` of a row take, in all layers: whole pages; 0 if not known."""
         return 0
 
-    def give_back(self, row: int, kept: int) -> None:
+    def release_pages(self, row: int, kept: int) -> None:
         """Give the pages of a row back that hold none of its first ``kept`` entries; nothing unless ``gives_back``."""
 
     def recede(self, row: int, floor: int) -> None:

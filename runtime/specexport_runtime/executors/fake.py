@@ -12,7 +12,7 @@ import numpy.typing as npt
 from specexport_runtime.abi import CONTEXT_ID, PADDED_STEP_INPUTS, STEP_INPUTS, StepShape
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Float32Array, StepBuffers, StepOutput, Want
-from specexport_runtime.executors.host_rows import WithHostRows
+from specexport_runtime.executors.host_rows import HostRowsMixin
 from specexport_runtime.executors.logit_rows import argmax_ids
 
 ENTRY_BYTES = 64
@@ -23,7 +23,7 @@ _ADAPTER = 1_000_000  # times its number, beside the number of a mask: who wrote
 _BLOCK = -3  # an entry of a block, which must not outlive its step
 
 
-class FakeExecutor(WithHostRows):
+class FakeExecutor(HostRowsMixin):
     """An executor whose next-token logits are a fixed random function of the last ``context`` tokens.
 
     Args:
@@ -149,7 +149,7 @@ class FakeExecutor(WithHostRows):
         """Similarity [N, T] of the last step; [N, 0] if it was not measured."""
         return self._similarity.copy()
 
-    def similarity_of(self, tokens: npt.ArrayLike) -> Float32Array:
+    def compute_similarity(self, tokens: npt.ArrayLike) -> Float32Array:
         """What an engine with gates measures for ``tokens`` [N, T]: a fixed function of layer and token id."""
         layers, ids = np.arange(self.num_gates // 2)[:, None], np.asarray(tokens, np.int64)[None]
         return (1.0 - 0.01 * ((3 * layers + ids) % 7)).astype(np.float32)
@@ -191,7 +191,7 @@ class FakeExecutor(WithHostRows):
         self.masks.append(self._mask)
         measured = buffers.input_ids if self._wants_similarity else buffers.input_ids[:0]
         _require(not len(measured) or self._mask is None, "similarity is measured with everything on")
-        self._similarity = self.similarity_of(measured)
+        self._similarity = self.compute_similarity(measured)
         after: dict[int, Float32Array] = {}
         given = shape.num_tokens if self._wants_features else 0
         self.features = np.full((given, self.feature_size), -1, np.float32)
@@ -237,14 +237,14 @@ class FakeExecutor(WithHostRows):
         known = (
             list(range(kv_len))
             if buffers.kv_positions is None
-            else self._known(buffers.kv_positions[offset, 0], kv_len)
+            else self._list_known_entries(buffers.kv_positions[offset, 0], kv_len)
         )
         _require(not (cache[known] == _POISON).any(), f"row {offset}: kv_len {kv_len} covers entries never written")
         whole = np.isin(writers[known] % _ADAPTER, (0, number)).all()
         _require(bool(whole), f"row {offset}: kv_len {kv_len} covers entries written with other parts on")
         same = (writers[known] // _ADAPTER == adapter).all()
         _require(bool(same) or not count, f"row {offset}: kv_len {kv_len} covers entries of another adapter")
-        paths = _paths(buffers, begin, count)
+        paths = _list_paths(buffers, begin, count)
         wanted = [len(known) + len(path) - 1 for path in paths]
         _require(positions == wanted, f"row {offset} goes on at {len(known)}, each token after its parent")
         if buffers.kv_positions is not None:
@@ -255,9 +255,9 @@ class FakeExecutor(WithHostRows):
             features = buffers.token_features[begin:end]
             _require(bool(np.isfinite(features).all()), f"row {offset} has a feature for each token")
             if self.reads_draft:
-                return self._continue(cache, kv_len, begin, tokens[:count], features, handed)
+                return self._run_sequential_heads(cache, kv_len, begin, tokens[:count], features, handed)
             if self.num_draft_heads:
-                return self._guess(features, tokens, begin, count)
+                return self._run_parallel_heads(features, tokens, begin, count)
             if self._fills_blocks:
                 return self._fill_block(cache, kv_len, begin, tokens[:count], features)
             contexts = [
@@ -269,7 +269,7 @@ class FakeExecutor(WithHostRows):
             }
         if self._wants_features:
             for j, row in enumerate(rows):
-                self._note(self.features, begin + j, cache[row])
+                self._write_feature(self.features, begin + j, cache[row])
         own = (adapter,) if adapter else ()  # models of one's own may know of none
         return {begin + j: self.logits_after(cache[row], self._mask, *own) for j, row in enumerate(rows)}
 
@@ -300,14 +300,14 @@ class FakeExecutor(WithHostRows):
         _require(not (known == _POISON).any(), f"row {row}: kv_len {kv_len} covers entries never written")
         _require(int(buffers.positions[begin]) == kv_len, "the token stands after the lender's entries")
         feature, true = buffers.token_features[begin], np.zeros((1, self.feature_size), np.float32)
-        self._note(true, 0, known)
+        self._write_feature(true, 0, known)
         drafted = [int(_DRAFTED - value) for value in feature if value <= _DRAFTED]
         _require(bool(drafted) or feature.tolist() == true[0].tolist(), "a draft begins with the last entry's feature")
         drafted.append(int(buffers.input_ids[begin]))
-        self._note(handed, begin, [_DRAFTED - token for token in drafted])
+        self._write_feature(handed, begin, [_DRAFTED - token for token in drafted])
         return {begin: self.logits_after([*known.tolist(), *drafted])}
 
-    def _guess(
+    def _run_parallel_heads(
         self, features: Float32Array, numbers: npt.NDArray[np.int64], begin: int, count: int
     ) -> dict[int, Float32Array]:
         """Logits of the heads ``numbers``, each over its own feature."""
@@ -320,7 +320,7 @@ class FakeExecutor(WithHostRows):
             found[begin + j] = self.logits_after(context)
         return found
 
-    def _continue(
+    def _run_sequential_heads(
         self,
         cache: npt.NDArray[np.int64],
         kv_len: int,
@@ -342,7 +342,7 @@ class FakeExecutor(WithHostRows):
         nothing = np.zeros(self.vocab_size, np.float32)
         after = {begin + j: nothing for j in range(count)}
         if count > known:
-            self._note(handed, begin + count - 1, features[-1].astype(int))
+            self._write_feature(handed, begin + count - 1, features[-1].astype(int))
             context = [*features[-1].astype(int).tolist(), *tokens[known:].tolist()]
             after[begin + count - 1] = self.logits_after([token for token in context if token >= 0])
         return after
@@ -375,17 +375,17 @@ class FakeExecutor(WithHostRows):
 
     def _hand_on(self, handed: Float32Array, at: int, context: list[int]) -> Float32Array:
         """A head's logits for ``context``, and what it hands on after it."""
-        self._note(handed, at, context)
+        self._write_feature(handed, at, context)
         return self.logits_after(context)
 
-    def _note(self, features: Float32Array, at: int, tokens: npt.ArrayLike) -> None:
+    def _write_feature(self, features: Float32Array, at: int, tokens: npt.ArrayLike) -> None:
         """The feature after ``tokens``: the last of them, -1 where there are fewer."""
         last = np.asarray(tokens)[-self.feature_size :]
         features[at] = -1
         features[at, self.feature_size - len(last) :] = last
 
     @staticmethod
-    def _known(kv_positions: npt.NDArray[np.int64], entries: int) -> list[int]:
+    def _list_known_entries(kv_positions: npt.NDArray[np.int64], entries: int) -> list[int]:
         """Entries that hold tokens, among the first ``entries``; the positions must count up from 0."""
         held = kv_positions[:entries]
         known = np.flatnonzero(held >= 0)
@@ -423,8 +423,8 @@ class FakeExecutor(WithHostRows):
         """See ``Executor.row_bytes``."""
         return -(-entries // self._page) * self._page * ENTRY_BYTES
 
-    def give_back(self, row: int, kept: int) -> None:
-        """See ``Executor.give_back``: these pages are poisoned."""
+    def release_pages(self, row: int, kept: int) -> None:
+        """See ``Executor.release_pages``: these pages are poisoned."""
         self._cache[row, -(-kept // self._page) * self._page :] = _POISON
 
     @property
@@ -444,7 +444,7 @@ class FakeExecutor(WithHostRows):
         """Nothing to release."""
 
 
-def _paths(buffers: StepBuffers, begin: int, count: int) -> list[list[int]]:
+def _list_paths(buffers: StepBuffers, begin: int, count: int) -> list[list[int]]:
     """Of each new token of a row, the row's new tokens up to it."""
     if buffers.parents is None:
         return [list(range(j + 1)) for j in range(count)]

@@ -55,7 +55,7 @@ def paged_head_size(layer: LayerGeometry) -> int:
     return -(-max(layer.k_dim, layer.v_dim) // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
 
 
-def pays(entry: ModelEntry, capability: int, environment: Mapping[str, str]) -> bool:
+def is_faster_with_token_rows(entry: ModelEntry, capability: int, environment: Mapping[str, str]) -> bool:
     """Whether steps of few tokens are faster with a row for each: cuDNN computes them, and only attention reads rows.
 
     ONNX Runtime takes cuDNN from ``capability`` 90 (9.0) on, unless its switch in ``environment`` turns cuDNN off.
@@ -68,7 +68,7 @@ def pays(entry: ModelEntry, capability: int, environment: Mapping[str, str]) -> 
     return takes_cudnn and bool(entry.attention.layers) and not sees_rows and not has_windows
 
 
-def token_rows(shape: StepShape) -> StepShape | None:
+def to_token_rows(shape: StepShape) -> StepShape | None:
     """Sizes of a step with a row for each token; None for one that stays as it is."""
     if shape.max_new_tokens == 1 or shape.num_tokens > MAX_TOKEN_ROWS:
         return None
@@ -76,12 +76,12 @@ def token_rows(shape: StepShape) -> StepShape | None:
 
 
 def token_row_shapes() -> list[StepShape]:
-    """All that :func:`token_rows` makes of steps."""
+    """All that :func:`to_token_rows` makes of steps."""
     counts = range(2, MAX_TOKEN_ROWS + 1)
     return [StepShape(0, count, count, 1, wanted) for count in counts for wanted in range(1, count + 1)]
 
 
-def spread(buffers: StepBuffers) -> tuple[Int64Array, Int32Array, Int32Array]:
+def spread_tokens(buffers: StepBuffers) -> tuple[Int64Array, Int32Array, Int32Array]:
     """Of a step with a row a token: step rows int64 [T], ``kv_lens`` int32 [T, 1], ``cu_new_tokens`` int32 [T+1]."""
     counts = np.diff(buffers.cu_new_tokens)
     rows = np.repeat(np.arange(len(counts)), counts)

@@ -125,7 +125,7 @@ def _count(
         fails[slot] = fails[slot] * memory + (place == accepted)
 
 
-def shared_confidence() -> SharedAcceptance:
+def make_shared_confidence() -> SharedAcceptance:
     """What is known of all requests of a drafter."""
     failures = (0.8, 0.65, 0.5, 0.4, 0.3, 0.12, 0.08, 0.04, 0.02, 0.01)  # by slot, before anything was tested
     return SharedAcceptance(len(failures), before=(failures, 2.0))

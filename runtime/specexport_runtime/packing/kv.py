@@ -78,11 +78,11 @@ class KvArena:
         """Entries of ``row`` that any sequence wrote to since its memory went back to the system."""
         return self._touched[row]
 
-    def touch(self, row: int, entries: int) -> None:
+    def mark_written(self, row: int, entries: int) -> None:
         """The first ``entries`` of ``row`` were written to."""
         self._touched[row] = max(self._touched[row], entries)
 
-    def untouch(self, row: int, kept: int) -> None:
+    def mark_released(self, row: int, kept: int) -> None:
         """The memory of all but the first ``kept`` entries of ``row`` went back to the system."""
         self._touched[row] = min(self._touched[row], kept)
 
@@ -192,7 +192,7 @@ class PaddedKvArena(KvArena):
             self.kv_positions[row, start : start + count] = np.arange(kv_len, kv_len + count)
             self.kv_positions[row, start + count :] = PADDING
             self._written[row] = start + count
-            self.touch(row, start + count)
+            self.mark_written(row, start + count)
 
     def commit(self, row: int, kv_len: int) -> None:
         """Make ``kv_len`` tokens of ``row`` committed; entries of later tokens become padding or free."""

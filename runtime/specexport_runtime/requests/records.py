@@ -79,7 +79,7 @@ class Proposal(NamedTuple):
         """How many of the first ``count`` tokens a grammar forces."""
         return sum([place < count for place in self.forced])
 
-    def own_tests(self, accepted: int) -> tuple[int, bool]:
+    def count_own_tests(self, accepted: int) -> tuple[int, bool]:
         """How many of the chain's own tokens passed their test, of ``accepted`` of it, and whether one failed."""
         failed = accepted < len(self.tokens) and accepted not in self.forced
         return accepted - self.num_forced(accepted), failed
@@ -95,7 +95,7 @@ class Proposal(NamedTuple):
         return [share for share in shares if share.drafted]
 
 
-class Begun(NamedTuple):
+class DraftPrefix(NamedTuple):
     """The draft tokens that are there before any drafter is asked: what a grammar forces."""
 
     tokens: list[int]
@@ -217,7 +217,7 @@ class RoundTrace(NamedTuple):
         return sum([place < len(self.drafted) for place in self.path])
 
     @property
-    def passed_whole(self) -> bool:
+    def is_fully_accepted(self) -> bool:
         """Whether nothing was drafted after the last accepted token: the target's own is no correction."""
         last = self.path[-1] if self.path else self.accepted - 1
         parents = [*range(-1, len(self.drafted) - 1), *[parent for _, parent in self.branches]]

@@ -20,7 +20,7 @@ import numpy as np
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.sampling.accept import Verdict, draft_probability, normalised, residual
-from specexport_runtime.sampling.device import on_host
+from specexport_runtime.sampling.device import to_host
 from specexport_runtime.sampling.distribution import Distribution, HostDistribution, sample_token
 from specexport_runtime.sampling.rng import RoundDraws
 
@@ -49,7 +49,7 @@ def accept_tree(
     tree = _DrawnTree(nodes, parents, draft_distributions, draws)
     place = -1
     while True:
-        child, distribution = _first_passing(tree, place, on_host(target_distribution(place)))
+        child, distribution = _first_passing(tree, place, to_host(target_distribution(place)))
         if child is None:
             token = tree.draw(place, distribution)
             child = tree.child(place, token)
@@ -83,7 +83,7 @@ TREE_RULES = {"block": accept_tree_block, "token": accept_tree}
 
 def without(distribution: Distribution, tokens: Sequence[int]) -> HostDistribution:
     """The next sibling's distribution: without its elders; CheckFailedError if they have all its mass."""
-    ids, probs = on_host(distribution)
+    ids, probs = to_host(distribution)
     rest = probs.copy()
     if ids is None:
         rest[[token for token in tokens if token < len(rest)]] = 0.0
@@ -168,7 +168,7 @@ def _first_passing(tree: _DrawnTree, place: int, distribution: HostDistribution)
         token = tree.nodes[child]
         if tree.uniform(child) * draft_probability(draft, token, child) < distribution.probability(token):
             return child, distribution
-        distribution = _left(distribution, draft, 1.0)[0]
+        distribution = _compute_remainder(distribution, draft, 1.0)[0]
     return None, distribution
 
 
@@ -182,7 +182,7 @@ def _verify_subtree(
     if not _may_pass(tree, place, chance):
         return None
     try:
-        distribution = on_host(target_distribution(place))
+        distribution = to_host(target_distribution(place))
     except (CheckFailedError, InvalidRequestError):
         if place >= 0 and not tree.uniform(place) < chance:
             return None
@@ -193,7 +193,7 @@ def _verify_subtree(
         found = _verify_subtree(tree, child, passed_on, target_distribution) if passed_on > 0.0 else None
         if found is not None:
             return found
-        distribution, mass = _left(distribution, draft, chance)
+        distribution, mass = _compute_remainder(distribution, draft, chance)
         if chance < 1.0:
             chance = mass / (mass + 1.0 - chance)
             if not chance > 0.0:
@@ -208,11 +208,13 @@ def _verify_subtree(
     return (place, token) if passes else None
 
 
-def _left(distribution: HostDistribution, draft: Distribution, weight: float) -> tuple[HostDistribution, float]:
+def _compute_remainder(
+    distribution: HostDistribution, draft: Distribution, weight: float
+) -> tuple[HostDistribution, float]:
     """What a refused token leaves of the target's distribution, and the mass of that."""
     masses = residual(distribution, draft, weight)
     mass = float(masses.sum())
-    return on_host(cast("Distribution", normalised(distribution, masses))), mass
+    return to_host(cast("Distribution", normalised(distribution, masses))), mass
 
 
 def _may_pass(tree: _DrawnTree, place: int, chance: float) -> bool:

@@ -11,7 +11,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from specexport.ops.reference import unpadded_attention
-from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size, spread
+from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size, spread_tokens
 from tests.support.fakes.fake_onnxruntime import FakeBinding, view
 
 ROWS_BLOCKS = 2
@@ -163,7 +163,7 @@ class PagedEngine:
     ) -> dict[str, np.ndarray]:
         rows = np.arange(len(step["kv_lens"]))
         if row_for_each:
-            rows, kv_lens, cu_new_tokens = spread(SimpleNamespace(**step))  # type: ignore[arg-type]
+            rows, kv_lens, cu_new_tokens = spread_tokens(SimpleNamespace(**step))  # type: ignore[arg-type]
             step = step | {"kv_lens": kv_lens, "cu_new_tokens": cu_new_tokens}
         counts = np.diff(step["cu_new_tokens"])
         longest = int((step["kv_lens"][:, 0] + counts).max())

@@ -65,7 +65,7 @@ class Feed:
                 return
             yield
 
-    def takes(self, wanted: str) -> Generator[None, None, bool]:
+    def consume(self, wanted: str) -> Generator[None, None, bool]:
         """Go after ``wanted``, if it is what comes next."""
         while not self.text.startswith(wanted, self.at):
             if self.ended or not wanted.startswith(self.text[self.at :]):
