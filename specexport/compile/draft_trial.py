@@ -87,7 +87,7 @@ class DraftTrial(NamedTuple):
         """What of it decides an engine, beside its target."""
         return [self.quantizes, self.cuts, hash_texts(self.texts), self.own_texts, self.lookahead]
 
-    def others(self, kept_bytes: float | None, backend: str) -> tuple[str, ...]:
+    def list_quantizations_to_try(self, kept_bytes: float | None, backend: str) -> tuple[str, ...]:
         """Quantizations to try beside the simplest form, which takes so many bytes a weight; None for float weights."""
         found, last = [], kept_bytes or 2.0
         kinds = [kind for kind in list_rounding_kinds() if backend in kind.backends]
@@ -109,7 +109,7 @@ class FormChoice(NamedTuple):
     """What a form is chosen from."""
 
     trial: DraftTrial  # what is to be found out
-    others: Sequence[str]  # quantizations to try
+    quantizations: Sequence[str]  # quantizations to try
     sizes: HeadSizes
     rank: Callable[[HeadCut], Int32Array]  # all token ids, in the order in which an LM head keeps them
 
@@ -168,7 +168,7 @@ class FormChoice(NamedTuple):
 
         size = best.lm_head_rows
         base = next(each for each in forms if each.size == size)
-        for name in self.others:
+        for name in self.quantizations:
             if base.rounded(name).speed(best.accepted) <= (1 + MARGIN) * pick_best_form(readings.tried()).speed:
                 obstacle = f"{name}: steps would be so little cheaper that it cannot promise more."
                 continue

@@ -120,7 +120,9 @@ def prepare_model(
             clock.note(f"another vocabulary than the target's: they share {describe_share(shared.entry)}")
             trial = None if trial is None else trial._replace(shared=shared)
         form = DraftForm(quantize, _choose_head_ids(checkpoint, cut, shared))
-        others = () if trial is None else trial.others(_compute_kept_bytes(checkpoint), recipe.backend)
+        others = (
+            () if trial is None else trial.list_quantizations_to_try(_compute_kept_bytes(checkpoint), recipe.backend)
+        )
         kinds = (quantize, *others)
         require_space(folder, sum(_needed_bytes(recipe, kind, checkpoint) for kind in kinds))
     dropped = _drop_layers(checkpoint, prune, role, clock)

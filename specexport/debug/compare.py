@@ -208,7 +208,7 @@ def compare_engines(
     for bundle in (other, reference):  # the engine that may not run here comes first
         executor = open_executor(bundle, role, num_threads=num_threads, spin=False)
         try:
-            found.append(_replay(executor, step, bundle.manifest.lookahead))
+            found.append(replay_step(executor, step, bundle.manifest.lookahead))
         finally:
             executor.close()
     wrong, right = found
@@ -223,7 +223,7 @@ def compare_engines(
     return _make_comparison(rows, (), tolerance, right, wrong, None)
 
 
-def _replay(executor: Any, step: CapturedStep, lookahead: int) -> Tensors:
+def replay_step(executor: Any, step: CapturedStep, lookahead: int) -> Tensors:
     """Cache entries ``layers.{i}.keys`` and ``.values`` of a step's tokens, and the logits of its last ones."""
     runner, parts = ModelRunner(executor), {"k": "keys", "v": "values"}
     runner.prefill(0, step.context)

@@ -58,8 +58,8 @@ def test_what_is_not_clearly_better_than_what_is_simpler_is_not_chosen(speeds: t
     ("kept", "others"), [(None, ("int8", "int4")), (1.06, ("int4",)), (0.77, ()), (2.0, ("int8", "int4"))]
 )
 def test_only_what_is_smaller_is_tried(kept: float | None, others: tuple[str, ...]) -> None:
-    assert DraftTrial(True, True, (), False, 8).others(kept, "ort-cpu") == others
-    assert DraftTrial(False, True, (), False, 8).others(kept, "ort-cpu") == ()
+    assert DraftTrial(True, True, (), False, 8).list_quantizations_to_try(kept, "ort-cpu") == others
+    assert DraftTrial(False, True, (), False, 8).list_quantizations_to_try(kept, "ort-cpu") == ()
 
 
 def test_no_prompt_is_among_the_texts_that_are_counted() -> None:
@@ -203,7 +203,7 @@ def test_when_more_texts_are_written(step, few, every, chosen, looks, tiny_bundl
 )
 def test_the_draft_has_the_form_that_promises_most(at, form, tiny_pair, tmp_path, trying, run_cli):
     if at is not None:
-        trying.setattr(draft_trial, "pick", lambda tried: tried[at])
+        trying.setattr(draft_trial, "pick_best_form", lambda tried: tried[at])
     recipe = tiny_pair.recipe(tmp_path / "b")
     result = build_bundle(recipe, use_cache=False)
     draft = load_manifest(tmp_path / "b").models["draft"]
@@ -245,7 +245,7 @@ def assert_priced(result: BuildResult, form: Any) -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize(("kinds", "tied"), [({"": "Q8_0"}, True), ({"output.weight": "Q8_0", "": "Q4_0"}, False)])
 def test_a_chosen_draft_is_accepted_as_often_as_the_trial_said(kinds, tied, tmp_path, trying):
-    trying.setattr(draft_trial, "pick", lambda tried: tried[1])
+    trying.setattr(draft_trial, "pick_best_form", lambda tried: tried[1])
     trying.setattr(draft_trial, "is_sure", lambda *_: False)  # all texts are read
     for role in ("target", "draft"):
         model = make_model("Llama", GROUPED | {"num_hidden_layers": 1, "tie_word_embeddings": tied})
@@ -288,7 +288,7 @@ def test_a_trial_is_done_once_and_always_ends_the_same(tiny_pair, tmp_path, tryi
     assert anew.reused == ()
     assert anew.manifest.files == first.manifest.files
     assert _entry(anew) == _entry(first)
-    trying.setattr(draft_trial, "pick", lambda tried: tried[1])
+    trying.setattr(draft_trial, "pick_best_form", lambda tried: tried[1])
     again = build_bundle(tiny_pair.recipe(tmp_path / "three"))
     assert again.reused == ("target", "draft")
     assert _entry(again).trial == _entry(first).trial
@@ -323,7 +323,7 @@ def test_a_form_that_cannot_be_had_leaves_the_others(tiny_pair, tmp_path, trying
         return measure_guesses(folder, entry, *args)
 
     trying.setattr(draft_trial, "measure_guesses", guess)
-    trying.setattr(draft_trial, "pick", lambda tried: tried[1])
+    trying.setattr(draft_trial, "pick_best_form", lambda tried: tried[1])
     draft = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b"), use_cache=False))
     assert (draft.quantize, _cut(draft)) == (None, 150)
     assert [(form.quantize, form.lm_head_rows) for form in draft.trial.forms[3:]] == [("int4", 150)]
@@ -332,7 +332,7 @@ def test_a_form_that_cannot_be_had_leaves_the_others(tiny_pair, tmp_path, trying
 
 
 def test_what_is_asked_for_is_not_tried(tiny_pair: TinyPair, tmp_path: Path, trying: pytest.MonkeyPatch) -> None:
-    trying.setattr(draft_trial, "pick", lambda tried: tried[-1])
+    trying.setattr(draft_trial, "pick_best_form", lambda tried: tried[-1])
     whole = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b", draft_quantize="none", draft_vocab_size="all")))
     assert (whole.trial, whole.quantize, whole.cut_lm_head) == (None, None, None)
     sized = _entry(build_bundle(tiny_pair.recipe(tmp_path / "c", draft_vocab_size=40)))

@@ -84,7 +84,7 @@ class Draft:
         place = len(self.tokens) - len(self.forced) + ahead
         return self._siblings[place] if place < len(self._siblings) else 0
 
-    def count_plain_steps(self, *, draws: bool) -> int:
+    def count_chainable_steps(self, *, draws: bool) -> int:
         """Steps that feed the model ids that it gave, or that the device draws; 0 where more is looked at."""
         sampler = self.request.sampler
         if self._one_by_one or self.waiting or self._exit is not None or self._siblings:
@@ -259,7 +259,7 @@ def run_drafts(
         for draft in active:
             draft.begin_step()
         work = [pending(draft) for draft in active]
-        count = min(draft.count_plain_steps(draws=executor.keeps_rows) for draft in active) if can_chain else 0
+        count = min(draft.count_chainable_steps(draws=executor.keeps_rows) for draft in active) if can_chain else 0
         if count > 1:
             _chain(runner, active, work, width, count)
             continue
