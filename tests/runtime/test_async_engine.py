@@ -462,14 +462,14 @@ async def test_owners_take_turns_beside_the_event_loop(engine):
 async def test_a_request_holds_a_place_while_it_is_planned(engine):
     service = AsyncSpecEngine(engine, max_waiting=0, max_requests_per_owner=2)
     rows = engine.max_num_seqs
-    with service.place("a"):
+    with service.hold_place("a"):
         first = await service.submit([1], LONG, owner="a")
-        with pytest.raises(errors.OwnerLimitError), service.place("a"):
+        with pytest.raises(errors.OwnerLimitError), service.hold_place("a"):
             pass
         with pytest.raises(errors.OwnerLimitError):
             await service.submit([1], LONG, owner="a")
     others = [await service.submit([1], LONG, owner=str(number)) for number in range(rows - 2)]
-    with service.place("b"), pytest.raises(errors.QueueFullError):
+    with service.hold_place("b"), pytest.raises(errors.QueueFullError):
         await service.submit([1], LONG, owner="c")
     for request in [first, *others, await service.submit([1], LONG, owner="a")]:
         assert await ends(request) == "length"

@@ -158,7 +158,7 @@ def test_a_file_and_a_line_are_a_drafter_everywhere(tmp_path: Path, demo_bundle:
 def test_an_engine_option_is_one_line(tmp_path: Path) -> None:
     package = copy_runtime(tmp_path)
     first = "    max_num_seqs: int | None = _option(\n"
-    line = '    toy: int = _option(1, "A toy.", use=Use.ANY, check=_within(0, 4))\n'
+    line = '    toy: int = _option(1, "A toy.", use=Use.ANY, check=_make_range_check(0, 4))\n'
     edit(package / "engine_options.py", {first: line + first})
     assert changed_lines(tmp_path) == {"specexport_runtime/engine_options.py": 1}
     found = run_with(package, OPTION)

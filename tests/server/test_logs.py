@@ -20,7 +20,7 @@ from specexport_runtime.errors import EngineDeadError, InvalidRequestError, Requ
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.requests.stats import RequestStats
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.log_format import JsonFormatter, TextFormatter, current_state, fields, log_config
+from specexport_runtime.server.log_format import JsonFormatter, TextFormatter, current_state, log_config, log_fields
 from specexport_runtime.server.logs import AccessLog
 from specexport_runtime.server.request_log import RequestLog
 from tests.support.cases import patience
@@ -285,7 +285,7 @@ def test_the_text_format():
     )
     record.name, record.fields = "uvicorn.error", {}
     assert TextFormatter().format(record).endswith("request logger=uvicorn.error")
-    assert fields(a=None, b=0, c="") == {"fields": {"b": 0, "c": ""}}
+    assert log_fields(a=None, b=0, c="") == {"fields": {"b": 0, "c": ""}}
 
 
 def test_exceptions_of_ours_keep_their_text_and_all_keep_their_causes():

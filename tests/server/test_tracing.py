@@ -149,7 +149,7 @@ def test_a_failure_of_ours_is_an_error(exporter):
 
 def test_phases_that_a_sequence_came_to():
     def phases(**times: float) -> list[tuple[str, float, float]]:
-        return tracing._phases(type("S", (), {"stats": RequestStats(submit_time=1.0, **times)})(), 9.0)
+        return tracing._list_phases(type("S", (), {"stats": RequestStats(submit_time=1.0, **times)})(), 9.0)
 
     assert phases(start_time=1.0, end_time=3.0) == [("queue", 1.0, 3.0)]
     assert phases(start_time=2.0) == [("queue", 1.0, 2.0), ("prefill", 2.0, 9.0)]

@@ -146,8 +146,8 @@ def cut_head(executor: FakeExecutor, ids: np.ndarray) -> None:
 
 
 def cut_medusa(executor: FakeExecutor, ids: np.ndarray) -> None:
-    guess = executor._guess
-    executor._guess = lambda *given: {row: logits[ids] for row, logits in guess(*given).items()}
+    guess = executor._run_parallel_heads
+    executor._run_parallel_heads = lambda *given: {row: logits[ids] for row, logits in guess(*given).items()}
 
 
 class Kind(NamedTuple):
