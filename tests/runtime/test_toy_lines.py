@@ -126,8 +126,8 @@ from click.testing import CliRunner
 from specexport_runtime.cli.command import runtime_cli as main
 found["help"] = CliRunner().invoke(main, ["generate", "--help"]).output
 from specexport_runtime.server.protocol import CompletionRequest
-from specexport_runtime.server.translate import _sampling
-found["served"] = _sampling(CompletionRequest(prompt="x", gap=0.5))["gap"]
+from specexport_runtime.server.translate import _read_sampling
+found["served"] = _read_sampling(CompletionRequest(prompt="x", gap=0.5))["gap"]
 print(json.dumps(found))
 """
 
