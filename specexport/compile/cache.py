@@ -18,8 +18,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from specexport.atomic import clone_file, free_space, new_folder, remove_leftovers, tree_size
+from specexport.atomic import clone_file, new_folder, remove_leftovers
 from specexport.compile.built import TOKENIZER_NAME, BuiltModel
+from specexport.disk import free_space, tree_size
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.user_cache import cache_root, is_private, warn_unwritable

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specexport.atomic import require_space
 from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob, PartRecipe
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.channel_ranges import CacheRange, ChannelRanges
@@ -35,6 +34,7 @@ from specexport.compile.draft_trial import ChosenForm, DraftForm, DraftTrial, Fo
 from specexport.compile.lora import bind_adapters, describe_adapters
 from specexport.compile.part import ModelSource, Part, TokenizerData, TracedPart, make_entry_factory, weighs_inputs
 from specexport.compile.token_map import SharedTokens, VocabularySide, describe_share, find_shared, make_vocabulary_side
+from specexport.disk import require_disk_space
 from specexport.progress import StageClock
 from specexport.recipe import FLOAT, FULL, KEEP, NO_CHECK, resolve_model_len
 from specexport_runtime.abi import ITEM_BYTES
@@ -124,7 +124,7 @@ def prepare_model(
             () if trial is None else trial.list_quantizations_to_try(_compute_kept_bytes(checkpoint), recipe.backend)
         )
         kinds = (quantize, *others)
-        require_space(folder, sum(_needed_bytes(recipe, kind, checkpoint) for kind in kinds))
+        require_disk_space(folder, sum(_needed_bytes(recipe, kind, checkpoint) for kind in kinds))
     dropped = _drop_layers(checkpoint, prune, role, clock)
     with clock.stage("reference", role):
         obstacle = find_unchecked_reason(recipe)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from specexport.atomic import tree_size
+from specexport.disk import tree_size
 from specexport.report import Column, print_json, print_report, terminal_table
 from specexport.run.bundles import CachedBundle, list_cached_bundles, remove_cached_bundle, remove_unfinished_builds
 from specexport_runtime.cli.errors import suggest

@@ -137,7 +137,7 @@ def attention_hook(model: Any, context: AttentionContext) -> Iterator[None]:
     _contexts.append(context)
     try:
         if is_outside(model):
-            hooked: AbstractContextManager[None] = _hook_outside_models(model, context)
+            hooked: AbstractContextManager[None] = _hook_outside_attention(model, context)
         else:
             hooked = use_attention_implementation(model, HOOK_NAME)
             context.masks_unread = has_full_selection(model)
@@ -162,7 +162,7 @@ def use_attention_implementation(model: Any, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _hook_outside_models(model: Any, context: AttentionContext) -> Iterator[None]:
+def _hook_outside_attention(model: Any, context: AttentionContext) -> Iterator[None]:
     """The same for models that do not ask the interface. Some want a mask, whatever it holds."""
 
     def core(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **named: Any) -> Tensor:

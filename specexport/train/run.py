@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specexport.atomic import new_folder, place_behind_links, require_space, write_json, write_text
+from specexport.atomic import new_folder, place_behind_links, write_json, write_text
 from specexport.bench.prompts import read_prompts
+from specexport.disk import require_disk_space
 from specexport.host import peak_memory_bytes
 from specexport.progress import Progress, StageClock
 from specexport.train.options import HEAD_KINDS, TrainOptions
@@ -187,7 +188,7 @@ def _collect(run: _Run, model: Any, texts: Sequence[Sequence[int]], taps: Sequen
             f"{options.max_states_gb:g} GB are allowed.",
             "give fewer prompts or a larger --max-states-gb.",
         )
-    require_space(folder, needed - 2 * width * (len(taps) + 1) * store.num_tokens)
+    require_disk_space(folder, needed - 2 * width * (len(taps) + 1) * store.num_tokens)
     done, writer = len(store), store.writer()
 
     def note(count: int) -> None:

@@ -26,7 +26,7 @@ _Result = TypeVar("_Result", GreedyResult, SamplingResult)
 def run_tensors(engine: SpecEngine, manifest: Manifest, references: References, clock: StageClock) -> ReportPart | None:
     """Compare the logits of each engine that is no approximation; None if there is no such engine."""
 
-    def check(role: str, executor: Executor) -> OutputResult:
+    def compare_logits(role: str, executor: Executor) -> OutputResult:
         entry, reference = manifest.models[role], references.logits[role]
         return check_tensors(
             role,
@@ -39,7 +39,7 @@ def run_tensors(engine: SpecEngine, manifest: Manifest, references: References, 
         )
 
     roles = [role for role in list_roles(manifest) if manifest.models[role].approximation is None]
-    return _compare_roles("tensors", roles, references.logits, references, engine, clock, check)
+    return _compare_roles("tensors", roles, references.logits, references, engine, clock, compare_logits)
 
 
 def run_perplexity(
@@ -53,7 +53,7 @@ def run_perplexity(
 ) -> ReportPart | None:
     """Compare the loss of each of ``roles`` with the float model's; None if there are none."""
 
-    def check(role: str, executor: Executor) -> PerplexityResult:
+    def score_role(role: str, executor: Executor) -> PerplexityResult:
         entry, reference = manifest.models[role], references.losses[role]
         cut_head = engine.cut_head if role == "draft" else None
         own_windows = own_texts(bundle, manifest.models, role, windows)
@@ -70,7 +70,7 @@ def run_perplexity(
             reference=reference.source,
         )
 
-    return _compare_roles("perplexity", roles, references.losses, references, engine, clock, check)
+    return _compare_roles("perplexity", roles, references.losses, references, engine, clock, score_role)
 
 
 def _compare_roles(

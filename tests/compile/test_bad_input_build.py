@@ -106,7 +106,7 @@ def test_an_output_that_is_a_file_or_below_one(refuse_cli: Refuse, tiny_pair: Ti
 
 
 def test_a_disk_that_is_too_small(refuse_cli, tiny_pair, tmp_path, monkeypatch):
-    monkeypatch.setattr("specexport.atomic.free_space", lambda _path: 1000)
+    monkeypatch.setattr("specexport.disk.free_space", lambda _path: 1000)
     line = refuse_cli(*build_args(tiny_pair.target, "--no-cache", out=tmp_path / "out"))
     assert "is too small" in line
     assert "1,000 bytes are free" in line

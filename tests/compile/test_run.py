@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from specexport.atomic import tree_size
 from specexport.checkpoint import source
 from specexport.cli import main
 from specexport.compile import model, pipeline
+from specexport.disk import tree_size
 from specexport.progress import ProgressEvent
 from specexport.run import child, estimate
 from specexport.run.bundles import list_cached_bundles, resolve_checkpoint_path
