@@ -70,14 +70,14 @@ class AnswerReader:
     def take(self, text: str) -> list[Event]:
         """What new text brings."""
         self._feed.text += text
-        return list(self._until_more_is_needed())
+        return list(self._read_available_events())
 
     def finish(self, *, is_cut: bool) -> list[Event]:
         """The rest, as no text follows; ``is_cut``: the answer ended by its length, wherever it was."""
         self._feed.ended, self._feed.is_cut = True, is_cut
-        return list(self._until_more_is_needed())
+        return list(self._read_available_events())
 
-    def _until_more_is_needed(self) -> Iterator[Event]:
+    def _read_available_events(self) -> Iterator[Event]:
         most = self._syntax.most_calls
         for found in self._events:
             if found is None:
@@ -181,7 +181,7 @@ def _read_until(
             return left_out
         text = feed.text[feed.at :]
         if ends and not feed.ended:
-            text = text[: len(text) - beginnings.held_back(text, len(text))].rstrip()
+            text = text[: len(text) - beginnings.find_partial_stop_length(text, len(text))].rstrip()
         if text:
             yield kind(text)
             feed.at += len(text)
@@ -194,7 +194,7 @@ def _read_thinking(feed: Feed, marks: ThinkingMarks, *, has_begun: bool) -> Iter
     begin = feed.at
     if not has_begun:
         yield from feed.skip_space()
-        if not (yield from feed.takes(marks.begin)):
+        if not (yield from feed.consume(marks.begin)):
             feed.at = begin
             return
     yield from feed.skip_space()

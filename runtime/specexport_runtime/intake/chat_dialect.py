@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.answer_reader import AnswerParts, AnswerSyntax, ThinkingMarks, read_parts
-from specexport_runtime.intake.chat import ANY_TOOL, render_chat, render_whole, template_variables
+from specexport_runtime.intake.chat import ANY_TOOL, render_chat, render_losslessly, template_variables
 from specexport_runtime.intake.chat_forms import joined
 from specexport_runtime.intake.functions import CallGrammar, Function, FunctionError, ToolChoice, read_functions
 from specexport_runtime.intake.tool_formats.base import Style, ToolFormat
-from specexport_runtime.intake.tool_formats.families import PARSERS, GenericJson, find_format, in_words, named_format
+from specexport_runtime.intake.tool_formats.families import (
+    PARSERS,
+    GenericJson,
+    find_format,
+    get_format,
+    write_tools_as_text,
+)
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import Thinking
 
@@ -59,7 +65,7 @@ class ChatDialect:
     def tool_format(self) -> ToolFormat | None:
         """How the model writes calls; None if that is not known."""
         if self._tool_call_parser != "auto":
-            return named_format(self._tool_call_parser, self.template, self._probe, _FUNCTION)
+            return get_format(self._tool_call_parser, self.template, self._probe, _FUNCTION)
         return find_format(self.template, self._probe, _FUNCTION) if self.takes_tools else None
 
     @cached_property
@@ -116,15 +122,15 @@ class ChatDialect:
         if tools:
             self.check_tools()
         if not self.takes_tools and isinstance(self.tool_format, GenericJson):
-            messages, tools = in_words([joined(each) for each in messages], tools), ()
-        return render_whole(
+            messages, tools = write_tools_as_text([joined(each) for each in messages], tools), ()
+        return render_losslessly(
             self.template, messages, self._special_tokens, tools=tools or None, template_arguments=template_arguments
         )
 
     def syntax(self, prompt: str, functions: Sequence[Function] = (), choice: ToolChoice | None = None) -> AnswerSyntax:
         """How an answer to a prompt of :meth:`render` is read; ``choice`` None leaves calls to the model."""
         choice = choice or ToolChoice()
-        where = self._place(prompt)
+        where = self._find_thinking_state(prompt)
         calls = self.check_tools() if functions and choice.mode != "none" else None
         return AnswerSyntax(
             self.thinking if where != "none" else None,
@@ -141,15 +147,15 @@ class ChatDialect:
         choice: ToolChoice | None = None,  # whether functions are called; None leaves it to the model
         answer: StructuredOutputs | None = None,  # the form of an answer that calls none
     ) -> StructuredOutputs | None:
-        """The form of an answer to a prompt of :meth:`render`, behind thinking; None for any."""
+        """The form of an answer to a prompt of :meth:`render`, after thinking; None for any."""
         choice = choice or ToolChoice()
         if not functions or choice.mode == "none":
-            return None if answer is None else self._behind_thinking(answer, prompt)
-        schema = None if answer is None or choice.mode == "required" else _schema_of(answer)
+            return None if answer is None else self._add_thinking(answer, prompt)
+        schema = None if answer is None or choice.mode == "required" else _get_answer_schema(answer)
         called = [each for each in functions if choice.name in (None, each.name)]
         grammar = CallGrammar(self.check_tools(), self._style, self._tokenizer.token_to_id, self._eos)
         text = grammar.write(called, choice, schema)
-        return None if text is None else self._behind_thinking(StructuredOutputs(grammar=text), prompt)
+        return None if text is None else self._add_thinking(StructuredOutputs(grammar=text), prompt)
 
     def check_choice(self, functions: Sequence[Function], choice: ToolChoice) -> None:
         """Refuse a choice of functions that are not there, with a ``FunctionError``."""
@@ -188,8 +194,8 @@ class ChatDialect:
         """Text, thinking and calls of an answer to ``prompt``; ``is_cut``: it ended by its length."""
         return read_parts(self.syntax(prompt, read_functions(tools)), text, is_cut=is_cut)
 
-    def _place(self, prompt: str) -> str:
-        """Whether a prompt ends inside the thinking (``"begun"``), behind it (``"none"``), or before (``"may"``)."""
+    def _find_thinking_state(self, prompt: str) -> str:
+        """Whether a prompt ends inside the thinking (``"begun"``), after it (``"none"``), or before (``"may"``)."""
         if self.thinking is None:
             return "none"
         end = prompt.rstrip()
@@ -197,15 +203,15 @@ class ChatDialect:
             return "none"
         return "begun" if end.endswith(self.thinking.begin) else "may"
 
-    def _behind_thinking(self, form: StructuredOutputs, prompt: str) -> StructuredOutputs:
-        where = self._place(prompt)
+    def _add_thinking(self, form: StructuredOutputs, prompt: str) -> StructuredOutputs:
+        where = self._find_thinking_state(prompt)
         if where == "none" or self.thinking is None:
             return form
         ids = [self._tokenizer.token_to_id(text) for text in self.thinking]
         begin, end = ids
         if end is None or (where == "may" and begin is None):
             raise InvalidRequestError(
-                f"{self.thinking.end!r} is no token of this model, so that no form can begin behind it.",
+                f"{self.thinking.end!r} is no token of this model, so that no form can begin after it.",
                 "turn thinking off with chat_template_kwargs, or leave the form out.",
             )
         lines = (self._tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", "\n\n"))
@@ -224,7 +230,7 @@ def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
             raise InvalidRequestError(f"{name} is {given!r}.", f"give one of {', '.join(known)}.")
 
 
-def _schema_of(form: StructuredOutputs) -> Mapping[str, Any]:
+def _get_answer_schema(form: StructuredOutputs) -> Mapping[str, Any]:
     """The schema of an answer that may stand in the place of calls; ``InvalidRequestError`` if it has none."""
     import json
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, pip_install
+from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, make_install_hint
 from specexport_runtime.intake.plain_tokens import PlainTokens
-from specexport_runtime.intake.trial import UNTRIED, Trial, on_deep_stack
+from specexport_runtime.intake.trial import UNTRIED, Trial, run_on_deep_stack
 from specexport_runtime.intake.watched import Watched
-from specexport_runtime.sampling.grammar import Grammar, reason_of
+from specexport_runtime.sampling.grammar import Grammar, explain_refusal
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import GrammarAfterThinking
 
@@ -41,28 +41,28 @@ _LIMITS = {
 """What a grammar may cost: its size, the states of its lexer, and the work of one token. What needs more is refused."""
 
 
-def literals(form: StructuredOutputs) -> Iterator[str]:
+def iterate_literals(form: StructuredOutputs) -> Iterator[str]:
     """Texts that an answer may have to have: choices, those of a grammar, and keys and values of a schema as JSON."""
     if form.choice is not None:
         yield from form.choice
     elif form.kind == "json":
-        yield from _as_json(json.loads(form.text))
+        yield from _iterate_json_values(json.loads(form.text))
     elif form.kind == "grammar":
-        for kind, text in _parts(form.text):
+        for kind, text in _iterate_grammar_parts(form.text):
             try:
                 if kind == "text":
                     yield json.loads(text)
                 elif kind == "schema":
-                    yield from _as_json(json.loads(text))
+                    yield from _iterate_json_values(json.loads(text))
             except ValueError:
                 continue  # it has an escape that JSON has not
 
 
-def _as_json(schema: Any) -> Iterator[str]:
-    return (json.dumps(value, ensure_ascii=False) for value in _values(schema))
+def _iterate_json_values(schema: Any) -> Iterator[str]:
+    return (json.dumps(value, ensure_ascii=False) for value in _iterate_schema_values(schema))
 
 
-def _values(schema: Any) -> Iterator[Any]:
+def _iterate_schema_values(schema: Any) -> Iterator[Any]:
     waiting = [schema]
     while waiting:
         part = waiting.pop()
@@ -81,9 +81,9 @@ def _values(schema: Any) -> Iterator[Any]:
                     waiting.append(value)
 
 
-def named_tokens(lark: str, token_of: Callable[[str], int | None]) -> Iterator[set[int]]:
+def iterate_named_tokens(lark: str, token_of: Callable[[str], int | None]) -> Iterator[set[int]]:
     """Token ids of each ``<name>`` and ``<[1,3-5]>`` of a Lark grammar; tokens that it only leaves out are none."""
-    for kind, name in _parts(lark):
+    for kind, name in _iterate_grammar_parts(lark):
         if kind != "token":
             continue
         ids: set[int] = set()
@@ -97,7 +97,7 @@ def named_tokens(lark: str, token_of: Callable[[str], int | None]) -> Iterator[s
         yield ids
 
 
-def _parts(lark: str) -> Iterator[tuple[str, str]]:
+def _iterate_grammar_parts(lark: str) -> Iterator[tuple[str, str]]:
     """The texts, schemas and tokens of a grammar; expressions and comments are left out."""
     at = 0
     while (found := _PART.search(lark, at)) is not None:
@@ -150,7 +150,7 @@ class GrammarCompiler:
             if allowed is not None and not allowed.any():
                 raise InvalidRequestError(
                     f"{form.name}: such a text begins with a space or a part of a word, which this "
-                    "model's decoder does not show behind a prompt without text.",
+                    "model's decoder does not show after a prompt without text.",
                     "give a prompt, or change the form.",
                 )
             return grammar
@@ -185,7 +185,7 @@ class GrammarCompiler:
         except ImportError:
             raise MissingDependencyError(
                 "structured outputs need llguidance, which is not installed.",
-                pip_install("structured"),
+                make_install_hint("structured"),
             ) from None
         with self._reading:
             if self._known is None:
@@ -195,25 +195,25 @@ class GrammarCompiler:
         try:
             text = _grammar_text(LLMatcher, form)
         except ValueError as error:
-            raise _refused(form, str(error)) from None
+            raise _refused_form_error(form, str(error)) from None
         if form.kind == "grammar":
             self._check_ends(form)
-        if (fault := self._trial.fault_of(text)) is not None:
-            raise _refused(form, fault)
+        if (fault := self._trial.find_fault(text)) is not None:
+            raise _refused_form_error(form, fault)
         limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
 
         def compile_it() -> tuple[Any, bool]:
             has_failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._known, limits=limits)
             if has_failed or messages:  # a warning is of something that would not be honoured
-                raise _refused(form, messages[0])
+                raise _refused_form_error(form, messages[0])
             matcher = LLMatcher(self._known, text, limits=limits, log_level=0)
             if matcher.is_error():
-                raise _refused(form, matcher.get_error())
+                raise _refused_form_error(form, matcher.get_error())
             first = matcher.deep_copy()
             first.compute_bitmask()
             return matcher, not first.is_error()
 
-        matcher, begins = on_deep_stack(compile_it)
+        matcher, begins = run_on_deep_stack(compile_it)
         self._check_spelling(form)
         if not begins:
             raise InvalidRequestError(
@@ -229,7 +229,7 @@ class GrammarCompiler:
     def _check_ends(self, form: StructuredOutputs) -> None:
         """A token that ends the text is no part of it."""
         ends = set(self._eos)
-        if any(tokens and tokens <= ends for tokens in named_tokens(form.text, self._tokenizer.token_to_id)):
+        if any(tokens and tokens <= ends for tokens in iterate_named_tokens(form.text, self._tokenizer.token_to_id)):
             raise InvalidRequestError(
                 f"{form.name}: it names a token that ends the text.",
                 "leave the token out: the text ends where its grammar does.",
@@ -239,7 +239,7 @@ class GrammarCompiler:
         """Vocabularies without bytes lack characters; what is found only on the way ends its own request."""
         if self._plain.is_complete:
             return
-        for text in literals(form):
+        for text in iterate_literals(form):
             missing = self._plain.missing(text)
             if missing is not None:
                 raise InvalidRequestError(
@@ -264,5 +264,5 @@ def _grammar_text(matcher: Any, form: StructuredOutputs) -> str:
     return made
 
 
-def _refused(form: StructuredOutputs, message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{form.name}: {reason_of(message)}.", "change it, or leave it out.")
+def _refused_form_error(form: StructuredOutputs, message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{form.name}: {explain_refusal(message)}.", "change it, or leave it out.")
