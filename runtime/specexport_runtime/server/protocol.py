@@ -328,7 +328,17 @@ class Prediction(StrictModel):
     ]
 
 
-class ChatRequest(Choices):
+class PromptEnd(StrictModel):
+    """How the prompt of a conversation ends, as in vLLM."""
+
+    add_generation_prompt: bool | None = Field(default=None, description="false: it ends with the last message.")
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="It ends with what the last message, the assistant's, says; that goes on.",
+    )
+
+
+class ChatRequest(PromptEnd, Choices):
     """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
@@ -337,7 +347,7 @@ class ChatRequest(Choices):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     prediction: Prediction | None = None
-    echo: Refused[Literal[False]] = None
+    echo: bool | None = Field(default=None, description="Only with continue_final_message: the answer begins with it.")
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -346,10 +356,11 @@ class ChatRequest(Choices):
     audio: Refused[None] = None
     modalities: Refused[Annotated[list[Literal["text"]], Field(fail_fast=True, min_length=1, max_length=1)]] = None
     reasoning_effort: Effort | None = Field(default=None, description="Where the chat template reads it.")
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        default=None, description="Most tokens that the model thinks; then its thinking is ended for it."
+    )
     verbosity: Refused[Literal["medium"]] = None
     web_search_options: Refused[None] = None
-    add_generation_prompt: Refused[Literal[True]] = None
-    continue_final_message: Refused[Literal[False]] = None
     chat_template: Refused[None] = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="Variables of the chat template, enable_thinking say."

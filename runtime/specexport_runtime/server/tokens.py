@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -19,13 +19,13 @@ from specexport_runtime.server.errors import ERROR_RESPONSES, invalid_error
 from specexport_runtime.server.models import resolve_adapter
 from specexport_runtime.server.parsing import parse_body, read_request_body, request_body
 from specexport_runtime.server.prompt_tokens import check_length, encode, run_beside_event_loop
-from specexport_runtime.server.protocol import MAX_ITEMS, Message, Refused, StrictModel, TokenIds, Tools
+from specexport_runtime.server.protocol import MAX_ITEMS, Message, PromptEnd, StrictModel, TokenIds, Tools
 from specexport_runtime.server.state import state_of
 
 router = APIRouter(tags=["tokens"])
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(PromptEnd):
     """Body of ``/tokenize``: a prompt, or a conversation."""
 
     model: str | None = None
@@ -35,8 +35,6 @@ class TokenizeRequest(StrictModel):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = Field(default=None, description="Of a prompt; a conversation has its template's.")
     return_token_strs: bool | None = None
-    add_generation_prompt: Refused[Literal[True]] = None
-    continue_final_message: Refused[Literal[False]] = None
 
 
 class DetokenizeRequest(StrictModel):
@@ -83,7 +81,7 @@ def _tokenize(body: TokenizeRequest, engine: SpecEngine, config: ServerConfig) -
     if body.messages is not None:
         source, dialect = "messages", make_dialect(engine, config)
         functions = read_tools(body.tools or (), dialect)
-        _, ids = read_prompt(engine, config, dialect, body.messages, functions, body.chat_template_kwargs)
+        _, ids = read_prompt(engine, config, dialect, body.messages, functions, body.chat_template_kwargs, body)
     else:
         source, special = "prompt", body.add_special_tokens is not False
         ids = encode(engine, body.prompt or "", source, config.max_prompt_tokens, add_special_tokens=special)
