@@ -65,6 +65,8 @@ class ParsedConversation:
         param = "response_format" if body.structured_outputs is None else "structured_outputs"
         try:
             form = self.dialect.form(self.prompt, self.functions, self.choice, answer)
+        except FunctionError as error:
+            raise invalid_error(error.param, str(error)) from None
         except InvalidRequestError as error:
             raise invalid_error(param if answer is not None else "tools", str(error)) from None
         if form is None or (answer is not None and form.kind != "grammar"):
