@@ -19,7 +19,7 @@ from tests.support.fakes.rounds import opened
 pytest.importorskip("llguidance")
 
 TOKENIZER = letters(*MARKERS)
-BEGIN, END, EOS, LINE = (TOKENIZER.token_to_id(text) for text in ("<think>", "</think>", "<|end|>", "Ċ"))
+BEGIN, END, EOS, LINE = (TOKENIZER.token_to_id(text) for text in ("<think>", "</think>", "<|eot|>", "Ċ"))
 COMPILER = GrammarCompiler(TOKENIZER, TOKENIZER.get_vocab_size(), [EOS])
 A, B = (TOKENIZER.token_to_id(letter) for letter in "ab")
 

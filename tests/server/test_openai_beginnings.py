@@ -60,7 +60,7 @@ def test_an_answer_goes_on_from_what_was_said(clients, beginning):
     # token for token as the text of it all, and as the server's own tokens
     (body, *_) = bodies(whole, beginning)
     chat = client.chat.completions.create(**body)
-    prompt = f"<|user|>{whole}<|end|><|assistant|>{beginning}"
+    prompt = f"<|user|>{whole}<|eot|><|assistant|>{beginning}"
     completion = client.completions.create(model="echo", prompt=prompt, temperature=0, max_tokens=200)
     assert chat.usage.prompt_tokens == completion.usage.prompt_tokens
     assert chat.choices[0].message.content == completion.choices[0].text
@@ -78,7 +78,7 @@ def test_log_probabilities_choices_and_parts_of_a_beginning(clients):
     (body, *_) = bodies("Hello you", said, n=2, logprobs=True, extra={"echo": True})
     answer = client.chat.completions.create(**body)
     assert [choice.message.content for choice in answer.choices] == ["Hello you"] * 2
-    assert "".join(each.token for each in answer.choices[0].logprobs.content) == "you<|end|>"
+    assert "".join(each.token for each in answer.choices[0].logprobs.content) == "you<|eot|>"
 
 
 def test_without_a_generation_prompt_the_prompt_ends_with_the_messages(clients):

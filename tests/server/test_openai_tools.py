@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from openai import LengthFinishReasonError, pydantic_function_tool
+from openai import BadRequestError, LengthFinishReasonError, pydantic_function_tool
 
+from specexport_runtime.intake.tool_formats.families import FORMATS
 from tests.support.cases import patience
 from tests.support.fakes.chat_fakes import MARKERS
 from tests.support.servers.odd_bodies import check_odd_bodies
@@ -18,18 +19,36 @@ TOOLS = [
     {"type": "function", "function": {"name": "stop"}},
 ]
 STRICT = [{"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}}, TOOLS[1]]
+V31, K2 = (FORMATS[name].markers for name in ("deepseek_v31", "kimi_k2"))
 CALLS = {
     "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
     "llama3_json": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',
     "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}}}]',
     "mistral named": f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}",
     "json": f'{{"name": "weather", "arguments": {ARGUMENTS}}}',
+    "minimax": f'<tool_calls>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_calls>',
+    "deepseek_v31": f"{V31[0]}{V31[2]}weather{V31[3]}{ARGUMENTS}{V31[4]}{V31[1]}",
+    "kimi_k2": f"{K2[0]}{K2[2]}functions.weather:0{K2[3]}{ARGUMENTS}{K2[4]}{K2[1]}",
+    "openai": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}",
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+    '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
 }
+TAGGED = ("qwen3_coder", "glm45", "minimax_m2")  # formats in which values have tags of their own
 TWO = {
     "hermes": f"{CALLS['hermes']}\n" + '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
     "mistral": CALLS["mistral"].removesuffix("]") + ', {"name": "stop", "arguments": {}}]',
     "mistral named": f"{CALLS['mistral named']}[TOOL_CALLS]stop[ARGS]{{}}",
     "json": f'[{CALLS["json"]}, {{"name": "stop", "arguments": {{}}}}]',
+    "minimax": CALLS["minimax"].replace("</", '{"name": "stop", "arguments": {}}\n</'),
+    "deepseek_v31": CALLS["deepseek_v31"].replace(V31[1], f"{V31[2]}stop{V31[3]}{{}}{V31[4]}{V31[1]}"),
+    "kimi_k2": CALLS["kimi_k2"].replace(K2[1], f"{K2[2]}functions.stop:1{K2[3]}{{}}{K2[4]}{K2[1]}"),
+    "qwen3_coder": f"{CALLS['qwen3_coder']}\n<tool_call>\n<function=stop>\n</function>\n</tool_call>",
+    "glm45": f"{CALLS['glm45']}\n<tool_call>stop\n</tool_call>",
+    "minimax_m2": CALLS["minimax_m2"].replace("</minimax", '<invoke name="stop">\n</invoke>\n</minimax'),
 }
 
 
@@ -90,10 +109,11 @@ def test_a_call_is_read_whole_and_streamed(clients, name, tools, drafter):
 @pytest.mark.parametrize("name", [*CALLS, "text markers"])
 def test_an_answer_without_calls_is_text(clients, name):
     for text, tools in (("Hello.\n\n", TOOLS), ("{1: [2}]", STRICT), ("a <tool_", TOOLS), ("[TOOL", STRICT)):
-        choice = said(clients(name), text, tools=tools).choices[0]
+        written = f"<|channel|>final<|message|>{text}" if name == "openai" else text
+        choice = said(clients(name), written, tools=tools).choices[0]
         assert parts(choice) == (text, "", [], "stop"), text
         assert choice.message.content == text
-        assert streamed(clients(name), text, tools=tools) == (text, "", [], "stop")
+        assert streamed(clients(name), written, tools=tools) == (text, "", [], "stop")
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -116,7 +136,8 @@ def test_a_required_call_comes_whatever_the_model_wants(clients, name):
         ({"type": "function", "function": {"name": "stop"}}, {"stop"}),
     ):
         more = {"tool_choice": choice, "parallel_tool_calls": False}
-        content, _, calls, finish = answered(client, "Hello", **more)
+        wish = "<|channel|>commentary" if name == "openai" else "Hello"  # else it may think on and on
+        content, _, calls, finish = answered(client, wish, **more)
         assert (content, finish) == ("", "tool_calls")
         assert {call[0] for call in calls} <= names
         for called, arguments in calls:
@@ -126,7 +147,9 @@ def test_a_required_call_comes_whatever_the_model_wants(clients, name):
                 assert len(found["city"]) <= 9 and found["days"] <= 9  # noqa: PT018
             else:
                 assert found == {}
-        assert streamed(client, "Hello", **more)[2] == calls
+        assert streamed(client, wish, **more)[2] == calls
+        plain = more | {"extra_body": {"speculative": {"drafter": "none"}}}
+        assert answered(client, wish, **plain)[2] == calls
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "mistral named", "text markers"])
@@ -176,7 +199,7 @@ def test_choices_usage_stops_and_log_probabilities(clients):
     answer = said(client, text, n=3, logprobs=True, top_logprobs=1, seed=1, temperature=1)
     assert [parts(choice) for choice in answer.choices] == [("Well.", "", ONE_CALL, "tool_calls")] * 3
     tokens = [token.token for token in answer.choices[0].logprobs.content]
-    assert "".join(tokens).removesuffix("<|end|>") == text
+    assert "".join(tokens).removesuffix("<|eot|>") == text
     assert answer.usage.completion_tokens == 3 * len(tokens)
     chunks = list(said(client, text, logprobs=True, stream=True, stream_options={"include_usage": True}))
     told = [token.token for chunk in chunks[:-1] for token in (chunk.choices[0].logprobs or NoTokens).content]
@@ -244,6 +267,33 @@ def test_thinking_is_told_apart_and_forms_begin_behind_it(clients, force, drafte
     assert required[1:2] + required[3:] == ("hm, {let me see}", "tool_calls")
 
 
+@pytest.mark.parametrize("drafter", ["none", "draft-model"])
+def test_channels_are_told_apart(clients, drafter):
+    """gpt-oss's: with tools, without, and with a form; a marker that is a token in no text."""
+    client, more = clients("openai"), {"extra_body": {"speculative": {"drafter": drafter}}}
+    thought = "<|channel|>analysis<|message|>hm, {let me see}<|end|><|start|>assistant"
+    said_first = "<|channel|>commentary<|message|>So.<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>"
+    for text, tools, wanted in (
+        (f"{thought}{final}Hello\n", TOOLS, ("Hello\n", "hm, {let me see}", [], "stop")),
+        (f"{thought}{final}Hello", [], ("Hello", "hm, {let me see}", [], "stop")),
+        (f"{final}Hello", [], ("Hello", "", [], "stop")),
+        (f"{thought}{said_first}{CALLS['openai']}<|call|>", TOOLS, ("So.", "hm, {let me see}", ONE_CALL, "tool_calls")),
+        (f"{thought}{said_first}{CALLS['openai']}", STRICT, ("So.", "hm, {let me see}", ONE_CALL, "tool_calls")),
+    ):
+        assert answered(client, text, tools=tools, **more) == wanted
+        assert streamed(client, text, tools=tools, **more) == wanted
+    answer = ARGUMENTS.replace(" ", "")
+    for tools in ([], TOOLS):
+        form = {"response_format": FORM, "tools": tools, **more}
+        assert answered(client, f"{thought}{final}{answer}", **form) == (answer, "hm, {let me see}", [], "stop")
+        content, thoughts, _, _ = answered(client, f"{thought}{final}Hello", **form)
+        assert (list(json.loads(content)), thoughts) == (["city", "days"], "hm, {let me see}")
+    with pytest.raises(BadRequestError, match="no form of an answer in channels"):
+        said(client, "x", tools=[], extra_body={"structured_outputs": {"regex": "a"}})
+    assert answered(client, CALLS["openai"], tool_choice="none", **more)[2:] == ([], "stop")
+
+
 def test_a_model_may_answer_without_thinking(clients):
     client, answer = clients("thinks"), ARGUMENTS.replace(" ", "")
     assert answered(client, answer, response_format=FORM, tools=[]) == (answer, "", [], "stop")
@@ -285,6 +335,7 @@ USER = {"role": "user", "content": "x"}
 NEEDED, OPEN = {"tool_choice": "required"}, {"type": "object", "properties": {"a": {}}}
 
 
+DATED = {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}}
 TWICE = {"role": "assistant", "content": None, "tool_calls": [CALL, CALL | {"id": "b"}]}
 LIST = CALL | {"function": {"name": "f", "arguments": "[1]"}}
 REFUSED = {
@@ -323,6 +374,12 @@ REFUSED = {
 BY_TEMPLATE = [
     ("plain", {"tools": [tool()]}, "tools", "unsupported_parameter"),
     ("llama3_json", {"messages": [USER, TWICE]}, "messages", "invalid_value"),
+    (
+        "glm45",
+        NEEDED | {"tools": [tool(), tool(name="g", parameters=DATED)]},
+        "tools[1].function.parameters",
+        "invalid_value",
+    ),
 ]
 
 
@@ -369,16 +426,20 @@ def only(key, value):
 )
 def test_names_of_added_tokens_are_plain_text(clients, name, drafter):
     """Keys and values, of strict functions and of a form beside them; markers are tokens all the same."""
-    value = "".join((*MARKERS, "<|end|>"))
-    function = {"name": "weather", "parameters": only(value, value), "strict": True}
-    options = {"tools": [{"type": "function", "function": function}]}
+    own = FORMATS[name.split()[0]].markers
+    value = "".join(each for each in (*MARKERS[:7], *own, "<|eot|>") if each not in ("</arg_value>", "</parameter>"))
+    key = "k" if name in TAGGED else value
+    function = {"name": "weather", "parameters": only(key, value), "strict": True}
+    options = {"tools": [{"type": "function", "function": function}], "max_tokens": 900, "parallel_tool_calls": False}
     options["extra_body"] = {"speculative": {"drafter": drafter}}
-    content, _, ((_, arguments),), finish = answered(clients(name), "x", tool_choice="required", **options)
-    assert (content, json.loads(arguments), finish) == ("", {value: value}, "tool_calls")
+    wish = "<|channel|>commentary" if name == "openai" else "x"
+    content, _, ((_, arguments),), finish = answered(clients(name), wish, tool_choice="required", **options)
+    assert (content, json.loads(arguments), finish) == ("", {key: value}, "tool_calls")
     options["response_format"] = FORM | {"json_schema": FORM["json_schema"] | {"schema": only("x", value)}}
-    content, *others = answered(clients(name), '{"x":"', **options)
+    wanted = ("<|channel|>final<|message|>" if name == "openai" else "") + '{"x":"'
+    content, *others = answered(clients(name), wanted, **options)
     assert (json.loads(content), others) == ({"x": value}, ["", [], "stop"])
-    assert streamed(clients(name), '{"x":"', **options) == (content, "", [], "stop")
+    assert streamed(clients(name), wanted, **options) == (content, "", [], "stop")
 
 
 @pytest.mark.parametrize(
@@ -393,16 +454,16 @@ def test_an_answer_goes_back_as_it_is(clients, name, answer, limit):
     """As the client's own model or as JSON, with what its functions returned, which the model gets to read."""
     client, served, thanks = clients(name), clients.served(name), {"role": "user", "content": "thanks"}
     message = said(client, answer, max_tokens=limit).choices[0].message
-    rain = [{"type": "text", "text": "rain"}]
-    results = [{"role": "tool", "tool_call_id": call.id, "content": rain} for call in message.tool_calls or ()]
+    fog = [{"type": "text", "text": "fog"}]
+    results = [{"role": "tool", "tool_call_id": call.id, "content": fog} for call in message.tool_calls or ()]
     for back in (message, message.model_dump(), message.model_dump(exclude_unset=True)):
         messages = [{"role": "user", "content": answer}, back, *results, thanks]
         again = said(client, "", messages=messages)
         assert again.choices[0].message.content == "thanks"
     tokens = patience.post(f"{served.url}/tokenize", json={"messages": messages, "tools": TOOLS}).json()["tokens"]
     text = served.engine.engine.tokenizer.decode(tokens, skip_special_tokens=False)
-    assert text.count(ARGUMENTS) == 2 * len(results)
-    assert text.count("rain") == len(results)
+    assert text.count(answer if name in TAGGED else ARGUMENTS) == 2 * len(results)
+    assert text.count("fog") == len(results)
     assert again.usage.prompt_tokens == len(tokens)
 
 

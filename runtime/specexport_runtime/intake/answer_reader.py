@@ -1,6 +1,6 @@
 """From the text of an answer to what it consists of: thinking, text for the user, calls of functions."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -13,9 +13,10 @@ from specexport_runtime.intake.tool_formats.base import (
     Event,
     Feed,
     ReasoningSpan,
+    Schemas,
     ToolFormat,
+    read_until,
 )
-from specexport_runtime.requests.text import StopStrings
 
 
 class ThinkingMarks(NamedTuple):
@@ -32,7 +33,7 @@ class AnswerSyntax:
     thinking: ThinkingMarks | None = None  # what stands around its thinking; None where the model does not think
     has_begun: bool = False  # the prompt has begun the thinking
     format: ToolFormat | None = None  # how calls are written; None where none are looked for
-    names: frozenset[str] = frozenset()  # functions that may be called
+    schemas: Schemas = field(default_factory=dict)  # functions that may be called
     most_calls: int | None = None  # further calls are left out; None for no limit
     beginning: str = ""  # of the answer, which the prompt has: it is read first
     echo: bool = False  # and told, in front of the rest
@@ -43,6 +44,7 @@ class Call:
     """A call of a function; ``arguments`` is JSON text."""
 
     name: str
+    id: str = ""  # as the model wrote it, in formats that have ids
     arguments: str = ""
 
 
@@ -112,7 +114,8 @@ class AnswerReader:
                     self._begun = most + 1
                     continue
                 self._begun += begins
-            if (new := self._without_held(found)) is not None:
+            is_text = isinstance(found, ReasoningSpan) and self._syntax.thinking is None
+            if (new := self._without_held(Content(*found) if is_text else found)) is not None:
                 yield new
 
 
@@ -125,8 +128,8 @@ def read_parts(syntax: AnswerSyntax, text: str, *, is_cut: bool) -> AnswerParts:
                 parts.content += piece
             case ReasoningSpan(piece):
                 parts.reasoning += piece
-            case CallBegin(name):
-                parts.calls.append(Call(name))
+            case CallBegin(name, call_id):
+                parts.calls.append(Call(name, call_id))
             case Arguments(piece):
                 parts.calls[-1].arguments += piece
     return parts
@@ -159,11 +162,12 @@ def join_neighbours(events: Sequence[Event]) -> list[Event]:
 
 
 def _read_answer(feed: Feed, syntax: AnswerSyntax) -> Iterator[Event | None]:
-    if syntax.thinking is not None:
+    has_channels = syntax.format is not None and syntax.format.has_channels
+    if syntax.thinking is not None and not has_channels:
         yield from _read_thinking(feed, syntax.thinking, has_begun=syntax.has_begun)
     calls = syntax.format
     if calls is None:
-        yield from _read_until(feed, (), Content)
+        yield from read_until(feed, (), Content)
         return
     begin = feed.at
     yield from feed.skip_space()
@@ -175,11 +179,11 @@ def _read_answer(feed: Feed, syntax: AnswerSyntax) -> Iterator[Event | None]:
         if opener is None:
             if has_called:
                 yield from feed.skip_space()
-            opener = yield from _read_until(feed, calls.openers, Content)
+            opener = yield from read_until(feed, calls.openers, Content)
         if opener is None:
             return
         behind, feed.mark = feed.at, opener
-        if (yield from calls.read(feed, syntax.names)):
+        if (yield from calls.read(feed, syntax.schemas)):
             has_called = True
         elif feed.mark > opener:  # some calls were good
             feed.at, has_called = feed.mark, True
@@ -187,32 +191,6 @@ def _read_answer(feed: Feed, syntax: AnswerSyntax) -> Iterator[Event | None]:
             feed.at = max(behind, opener + 1)
             yield Content(feed.text[opener : feed.at])
         opener = None
-
-
-def _read_until(
-    feed: Feed, ends: Sequence[str], kind: type[Content] | type[ReasoningSpan]
-) -> Generator[Event | None, None, int | None]:
-    """Text up to one of ``ends``, without the white space before it; returns where that begins, None without one."""
-    beginnings = StopStrings(tuple(ends), include=False)
-    while True:
-        found = [(at, len(end)) for end in ends if (at := feed.text.find(end, feed.at)) >= 0]
-        if found:
-            begin, length = min(found)
-            text = feed.text[feed.at : begin].rstrip()
-            left_out = feed.at + len(text)
-            if text:
-                yield kind(text)
-            feed.at = begin + length
-            return left_out
-        text = feed.text[feed.at :]
-        if ends and not feed.ended:
-            text = text[: len(text) - beginnings.find_partial_stop_length(text, len(text))].rstrip()
-        if text:
-            yield kind(text)
-            feed.at += len(text)
-        if feed.ended:
-            return None
-        yield None
 
 
 def _read_thinking(feed: Feed, marks: ThinkingMarks, *, has_begun: bool) -> Iterator[Event | None]:
@@ -223,5 +201,5 @@ def _read_thinking(feed: Feed, marks: ThinkingMarks, *, has_begun: bool) -> Iter
             feed.at = begin
             return
     yield from feed.skip_space()
-    if (yield from _read_until(feed, (marks.end,), ReasoningSpan)) is not None:
+    if (yield from read_until(feed, (marks.end,), ReasoningSpan)) is not None:
         yield from feed.skip_space("\n")

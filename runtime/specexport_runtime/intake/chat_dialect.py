@@ -1,5 +1,6 @@
 """How a model's chat template writes conversations, found out from the template: functions, calls, thinking."""
 
+import contextlib
 import secrets
 import string
 from collections.abc import Mapping, Sequence
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 
 REASONING_PARSERS = ("auto", "none")
 """Values of ``--reasoning-parser``."""
-_THINKING = (
-    ThinkingMarks("<think>", "</think>"),
-    ThinkingMarks("[THINK]", "[/THINK]"),
-    ThinkingMarks("<seed:think>", "</seed:think>"),
-)
+_THINKING = {  # by what a template has of them
+    "</think>": ThinkingMarks("<think>", "</think>"),
+    "[/THINK]": ThinkingMarks("[THINK]", "[/THINK]"),
+    "</seed:think>": ThinkingMarks("<seed:think>", "</seed:think>"),
+    "<|channel|>analysis<|message|>": ThinkingMarks("<|channel|>analysis<|message|>", "<|end|>"),
+}
 _FUNCTION, _KEY = "probe_function", "probe_key"
 _ID = "abcdefghi"  # nine letters: the form on which some templates insist
 _LETTERS = string.ascii_letters + string.digits
@@ -78,7 +80,7 @@ class ChatDialect:
 
     @cached_property
     def _marks(self) -> ThinkingMarks | None:
-        return next((marks for marks in _THINKING if marks.end in self.template), None)
+        return next((marks for text, marks in _THINKING.items() if text in self.template), None)
 
     @cached_property
     def _probe(self) -> str:
@@ -97,6 +99,10 @@ class ChatDialect:
             return ""
         at = text.find(_FUNCTION)
         return text[max(0, at - 80) :] if at >= 0 and _KEY in text[at:] else ""
+
+    @property
+    def _has_channels(self) -> bool:
+        return self.tool_format is not None and self.tool_format.has_channels
 
     @property
     def _style(self) -> Style:
@@ -144,6 +150,9 @@ class ChatDialect:
     ) -> str:
         if not self.takes_tools and isinstance(self.tool_format, GenericJson):
             messages, tools = write_tools_as_text([joined(each) for each in messages], tools), ()
+        elif self.tool_format is not None:
+            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # these are refused below
+                messages = self.tool_format.prepare(messages)
         return render_losslessly(
             self.template, messages, self._special_tokens, tools or None, template_arguments, header
         )
@@ -160,7 +169,8 @@ class ChatDialect:
         """How an answer to a prompt of :meth:`render` is read; ``InvalidRequestError`` if it begins with a call."""
         choice = choice or ToolChoice()
         where, _ = self._find_thinking_state(prompt)
-        calls = self.check_tools() if functions and choice.mode != "none" else None
+        called = [each for each in functions if choice.mode != "none" and choice.name in (None, each.name)]
+        calls = self._format_of(called)
         said = self._find_thinking_state(prompt, beginning)[1]
         if calls is not None and (
             said.lstrip()[:1] in tuple(calls.starts) or any(each in said for each in calls.openers)
@@ -173,11 +183,14 @@ class ChatDialect:
             self.thinking if where != "none" else None,
             where == "begun",
             calls,
-            frozenset(each.name for each in functions if choice.name in (None, each.name)),
+            {each.name: each.schema for each in called},
             None if choice.parallel and choice.name is None else 1,
             beginning,
             echo,
         )
+
+    def _format_of(self, called: Sequence[Function]) -> ToolFormat | None:
+        return self.check_tools() if called else self.tool_format if self._has_channels else None
 
     def form(
         self,
@@ -189,11 +202,12 @@ class ChatDialect:
     ) -> StructuredOutputs | None:
         """The form of an answer to a prompt of :meth:`render`, after thinking; None for any."""
         choice = choice or ToolChoice()
-        if not functions or choice.mode == "none":
+        called = [each for each in functions if choice.mode != "none" and choice.name in (None, each.name)]
+        calls = self._format_of(called)
+        if calls is None or (not called and answer is None):
             return None if answer is None else self._after_thinking(answer, prompt, beginning)
-        schema = None if answer is None or choice.mode == "required" else _get_answer_schema(answer)
-        called = [each for each in functions if choice.name in (None, each.name)]
-        grammar = CallGrammar(self.check_tools(), self._style, self._tokenizer.token_to_id, self._eos)
+        schema = None if answer is None or choice.mode == "required" else _get_answer_schema(answer, bool(called))
+        grammar = CallGrammar(calls, self._style, self._tokenizer.token_to_id, self._eos)
         text = grammar.write(called, choice, schema)
         return None if text is None else self._after_thinking(StructuredOutputs(grammar=text), prompt, beginning)
 
@@ -216,7 +230,7 @@ class ChatDialect:
 
     def banned_tokens(self, functions: Sequence[Function]) -> tuple[int, ...]:
         """Ids of tokens with which calls begin; without them there are none, as far as calls have tokens."""
-        if not functions or self.tool_format is None:
+        if not functions or self.tool_format is None or self._has_channels:
             return ()
         ids = (self._tokenizer.token_to_id(text) for text in self.tool_format.openers)
         return tuple(token for token in ids if token is not None)
@@ -253,6 +267,10 @@ class ChatDialect:
         where, _ = self._find_thinking_state(prompt, beginning)
         if where == "none" or self.thinking is None:
             return None
+        if self._has_channels:
+            raise InvalidRequestError(
+                "this model thinks in channels, which no single token begins.", "leave the budget out."
+            )
         begin, end = (self._tokenizer.token_to_id(text) for text in self.thinking)
         if end is None or (where == "may" and begin is None):
             raise InvalidRequestError(
@@ -276,7 +294,8 @@ class ChatDialect:
         return ThinkingBudget(max(num_tokens - used, 0), thinking)
 
     def _after_thinking(self, form: StructuredOutputs, prompt: str, beginning: str) -> StructuredOutputs:
-        thinking, said = self.find_thinking(prompt, beginning), self._find_thinking_state(prompt, beginning)[1]
+        thinking = None if self._has_channels else self.find_thinking(prompt, beginning)
+        said = self._find_thinking_state(prompt, beginning)[1]
         return replace(form, thinking=thinking, beginning=said) if thinking is not None or said else form
 
 
@@ -290,7 +309,7 @@ def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
             raise InvalidRequestError(f"{name} is {given!r}.", f"give one of {', '.join(known)}.")
 
 
-def _get_answer_schema(form: StructuredOutputs) -> Mapping[str, Any]:
+def _get_answer_schema(form: StructuredOutputs, beside_tools: bool) -> Mapping[str, Any]:
     """The schema of an answer that may stand in the place of calls; ``InvalidRequestError`` if it has none."""
     import json
 
@@ -299,6 +318,8 @@ def _get_answer_schema(form: StructuredOutputs) -> Mapping[str, Any]:
     if form.kind == "json":
         schema: Mapping[str, Any] = json.loads(form.text)
         return schema
+    if not beside_tools:
+        raise InvalidRequestError(f"{form.name} is no form of an answer in channels.", "give a JSON schema.")
     raise InvalidRequestError(
         f"{form.name} and tools are both given.",
         'give a JSON schema, leave the tools out, or say tool_choice "none".',

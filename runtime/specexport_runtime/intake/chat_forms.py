@@ -116,7 +116,8 @@ def _kind(message: Message) -> str:
 
 def _outline(key: str, value: Any) -> Any:
     if isinstance(value, str):
-        own = {"role": value, "type": value, "id": _ID, "tool_call_id": _ID}
+        call_id = "functions.said:0" if value.startswith("functions.") else _ID  # the former tells the name
+        own = {"role": value, "type": value, "id": call_id, "tool_call_id": _ID}
         return own.get(key, "said" if value.strip() else value[:1])
     if isinstance(value, Mapping):
         return {} if key == "arguments" else {name: _outline(name, each) for name, each in value.items()}
@@ -205,7 +206,8 @@ class _PlaceholderWords:
         name, value = self._new(index, part), self._new(index, part)
         is_text = isinstance(function["arguments"], str)
         told = {"name": name, "arguments": f'{{"key": "{value}"}}' if is_text else {"key": value}}
-        return {**call, "function": {**function, **told}}
+        call_id = str(call.get("id")).replace(f"functions.{function.get('name')}:", f"functions.{name}:")
+        return {**call, **({"id": call_id} if "id" in call else {}), "function": {**function, **told}}
 
 
 def _encode_arguments(call: Any) -> Any:

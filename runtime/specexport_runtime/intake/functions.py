@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.intake.tool_formats.base import Style, ToolFormat
+from specexport_runtime.intake.tool_formats.base import Style, ToolFormat, escaped, json_rule
 from specexport_runtime.sampling.schema_rules import find_fault
 from specexport_runtime.sampling.structured import MAX_GRAMMAR_CHARS
 
@@ -37,6 +37,7 @@ class Function:
     parameters: Mapping[str, Any] | None  # JSON schema of its arguments, an object; None: it takes none
     strict: bool  # arguments follow the schema, also where the model decides to call
     tool: Mapping[str, Any]  # the tool as it was given; chat templates get it so
+    param: str = "tools"  # where its parameters were given
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -64,7 +65,9 @@ def read_functions(tools: Sequence[Mapping[str, Any]]) -> tuple[Function, ...]:
             not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object"
         ):
             raise FunctionError(f"tools[{i}].function.parameters", "arguments are an object.", "give its JSON schema.")
-        functions.append(Function(name, parameters, bool(function.get("strict")), tool))
+        functions.append(
+            Function(name, parameters, bool(function.get("strict")), tool, f"tools[{i}].function.parameters")
+        )
     try:
         size = len(json.dumps([dict(tool) for tool in tools]))
     except (TypeError, ValueError, RecursionError) as error:
@@ -107,8 +110,14 @@ class CallGrammar:
         schemas = [_ANY_OBJECT if is_free and not each.strict else each.schema for each in functions]
         several = choice.parallel and choice.name is None
         names = [function.name for function in functions]
-        apart = {"item_separator": self.style.item, "key_separator": self.style.key}
-        rules = "".join(f"arguments_{i}: {_json_rule(schema, **apart)}\n" for i, schema in enumerate(schemas))
+        rules = ""
+        for i, schema in enumerate(schemas):
+            try:
+                rules += self.format.argument_rules(i, schema, self.style, self.mark)
+            except InvalidRequestError as error:
+                raise FunctionError(functions[i].param, error.message, error.hint) from None
+        if self.format.has_channels:
+            return self._in_channels(names, answer, is_free=is_free) + rules
         if is_free:
             return self._free(names, several=several) + rules
         opener = self.mark(self.format.openers[0]) if self.format.openers and not self.format.starts else ""
@@ -117,12 +126,30 @@ class CallGrammar:
         if answer is None:
             return f"start: calls\n{calls}{rules}"
         # Beside a call, the answer is compact, as it is without functions.
-        return f"start: calls | answer\nanswer: {_json_rule(answer)}\n{calls}{rules}"
+        return f"start: calls | answer\nanswer: {json_rule(answer)}\n{calls}{rules}"
 
     def mark(self, text: str) -> str:
         """A marker in Lark: its token if it has one, otherwise its text."""
         token = self.token_of(text)
         return json.dumps(text) if token is None else f"<[{token}]>"
+
+    def _in_channels(self, names: Sequence[str], answer: Mapping[str, Any] | None, *, is_free: bool) -> str:
+        """Thoughts, then a call, or an answer: any text if ``is_free``, which may also be said before a call."""
+        others = {*self.eos_token_ids}
+        for text in self.format.markers:
+            if (token := self.token_of(text)) is None:
+                raise InvalidRequestError(f"{text!r} is no token of this model, which a form needs.", "leave it out.")
+            others.add(token)
+        begin, middle, end = (
+            self.format.spell(text, self.mark) for text in ("<|channel|>", "<|message|>", "<|end|><|start|>assistant")
+        )
+        channels = '("analysis" | "commentary")' if is_free else '"analysis"'
+        kinds = ["calls"] * bool(names) + ["final"] * (is_free or answer is not None)
+        final = "any" if answer is None else json_rule(answer)
+        return (
+            f"start: before* ({' | '.join(kinds)})\nany: <[^{','.join(map(str, sorted(others)))}]>*\n"
+            f'before: {begin} {channels} {middle} any {end}\nfinal: {begin} "final" {middle} {final}\n'
+        ) + self.format.rules(names, self.style, self.mark, opener="", several=False)
 
     def _free(self, names: Sequence[str], *, several: bool) -> str:
         """Any text, with calls in it: from an opener on, the call is ruled by the grammar."""
@@ -136,7 +163,7 @@ class CallGrammar:
             free = f"<[^{','.join(map(str, sorted({token, *self.eos_token_ids})))}]>*"
             start, calls = f"start: {free} (calls {free}){again}\n", f"<[{token}]>"
         else:
-            with_opener = f"(.|\\n)*{_escaped(opener)}"
+            with_opener = f"(.|\\n)*{escaped(opener)}"
             start = (
                 f"start: (head calls){again} TEXT\n"
                 f"TEXT: {_ANY_TEXT} & ~/{with_opener}(.|\\n)*/\n"
@@ -147,19 +174,9 @@ class CallGrammar:
 
     def _free_start(self, names: Sequence[str], opener: str, token: int | None, *, several: bool) -> str:
         """As :meth:`_free`, where an answer that is a call begins like one."""
-        heads = "|".join(map(_escaped, self.format.heads(self.style)))
-        without = f" & ~/(.|\\n)*{_escaped(opener)}(.|\\n)*/" if opener and token is None else ""
+        heads = "|".join(map(escaped, self.format.heads(self.style)))
+        without = f" & ~/(.|\\n)*{escaped(opener)}(.|\\n)*/" if opener and token is None else ""
         tagged = f" | TEXT? {self.mark(opener)} calls" if token is not None else ""
         return f"start: calls | TEXT{tagged}\nTEXT: {_ANY_TEXT} & ~/({heads})(.|\\n)*/{without}\n" + self.format.rules(
             names, self.style, self.mark, opener="", several=several
         )
-
-
-def _json_rule(schema: Mapping[str, Any], **separators: str) -> str:
-    options = {"whitespace_flexible": False, **separators}
-    return "%json " + json.dumps({**schema, "x-guidance": options})
-
-
-def _escaped(text: str) -> str:
-    r"""A text in an expression of Rust's ``regex`` between slashes."""
-    return "".join(f"\\{sign}" if sign in r"\.+*?()|[]{}^$#&-~/\"" else sign for sign in text)

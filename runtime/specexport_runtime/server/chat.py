@@ -91,7 +91,9 @@ class PartsFormat(ChatFormat):
         if self._syntax.thinking is not None:
             message |= {"reasoning_content": parts.reasoning or None, "reasoning": parts.reasoning or None}
         if parts.calls:
-            message["tool_calls"] = [_call(self._dialect.new_id(), call.name, call.arguments) for call in parts.calls]
+            message["tool_calls"] = [
+                _call(call.id or self._dialect.new_id(), call.name, call.arguments) for call in parts.calls
+            ]
             finish = "tool_calls" if finish == "stop" else finish
         return self._choice(index, {"message": message}, pieces, finish)
 
@@ -109,9 +111,9 @@ class _Deltas:
                     yield {"content": text}
                 case ReasoningSpan(text):
                     yield {"reasoning_content": text, "reasoning": text}
-                case CallBegin(name):
+                case CallBegin(name, call_id):
                     self._calls += 1
-                    yield {"tool_calls": [{"index": self._calls, **_call(self._dialect.new_id(), name, "")}]}
+                    yield {"tool_calls": [{"index": self._calls, **_call(call_id or self._dialect.new_id(), name, "")}]}
                 case Arguments(text):
                     yield {"tool_calls": [{"index": self._calls, "function": {"arguments": text}}]}
 

@@ -77,6 +77,8 @@ class ParsedConversation:
         param = "response_format" if body.structured_outputs is None else "structured_outputs"
         try:
             form = self.dialect.form(self.prompt, self.functions, self.choice, answer, self.syntax.beginning)
+        except FunctionError as error:
+            raise invalid_error(error.param, str(error)) from None
         except InvalidRequestError as error:
             raise invalid_error(param if answer is not None else "tools", str(error)) from None
         if form is not None and (answer is None or form.kind == "grammar"):

@@ -168,10 +168,10 @@ class OutputItems:
                 case ReasoningSpan(text):
                     self.has_thought = True
                     yield from self._grow(ReasoningItem, text)
-                case CallBegin(name):
+                case CallBegin(name, call_id):
                     yield from self.end("completed")
                     item_id, index = self._next_item_id(CallItem)
-                    yield from self._begin(CallItem(item_id, index, self._new_call_id(), name))
+                    yield from self._begin(CallItem(item_id, index, call_id or self._new_call_id(), name))
                 case Arguments(text):
                     yield self._items[-1].append_delta(text)
                 case CallEnd():

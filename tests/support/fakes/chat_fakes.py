@@ -9,43 +9,44 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specexport_runtime import SpecEngine
 from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.intake.tool_formats.families import FORMATS
 from tests.support.fakes.engine_of import engine_of
 
-USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
+USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|eot|>"
 _HEADERS = (USER, ASSISTANT, END)
 MAX_MODEL_LEN = 2000
 
-HEAD = "{%- for m in messages %}{%- if m.role in ['system', 'user'] %}{{ '<|user|>' + m.content + '<|end|>' }}"
+HEAD = "{%- for m in messages %}{%- if m.role in ['system', 'user'] %}{{ '<|user|>' + m.content + '<|eot|>' }}"
 TAIL = "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{ '<|assistant|>' }}{%- endif %}"
-PLAIN = HEAD + "{%- else %}{{ '<|assistant|>' + m.content + '<|end|>' }}" + TAIL
+PLAIN = HEAD + "{%- else %}{{ '<|assistant|>' + m.content + '<|eot|>' }}" + TAIL
 """A template that knows no tools."""
 
 HERMES = (
     "{%- if tools %}<tools>{%- for t in tools %}{{ t.function.name }} {% endfor %}</tools>{%- endif %}"
     + HEAD
-    + "{%- elif m.role == 'tool' %}{{ '<|user|>' + '<tool_response>' + m.content + '</tool_response><|end|>' }}"
+    + "{%- elif m.role == 'tool' %}{{ '<|user|>' + '<tool_response>' + m.content + '</tool_response><|eot|>' }}"
     "{%- elif m.tool_calls %}{{ '<|assistant|>' + m.content }}{%- for c in m.tool_calls %}"
     """{{ '\n<tool_call>\n{"name": "' + c.function.name + '", "arguments": ' }}{{ c.function.arguments | tojson }}"""
-    "{{ '}\n</tool_call>' }}{%- endfor %}<|end|>"
-    "{%- else %}{{ '<|assistant|>' + m.content + '<|end|>' }}" + TAIL
+    "{{ '}\n</tool_call>' }}{%- endfor %}<|eot|>"
+    "{%- else %}{{ '<|assistant|>' + m.content + '<|eot|>' }}" + TAIL
 )
 LLAMA = (
     """{%- if tools %}{{ 'Answer {"name": function, "parameters": {…}}.' }}{%- endif %}"""
     + HEAD
-    + "{%- elif m.role == 'tool' %}{{ '<|user|>' + m.content + '<|end|>' }}"
+    + "{%- elif m.role == 'tool' %}{{ '<|user|>' + m.content + '<|eot|>' }}"
     "{%- elif m.tool_calls %}"
     "{%- if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{%- endif %}"
     """{{ '<|assistant|>{"name": "' + m.tool_calls[0].function.name + '", "parameters": ' }}"""
-    "{{ m.tool_calls[0].function.arguments | tojson }}{{ '}<|end|>' }}"
-    "{%- else %}{{ '<|assistant|>' + m.content + '<|end|>' }}" + TAIL
+    "{{ m.tool_calls[0].function.arguments | tojson }}{{ '}<|eot|>' }}"
+    "{%- else %}{{ '<|assistant|>' + m.content + '<|eot|>' }}" + TAIL
 )
 _MISTRAL = (
     "{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{%- endif %}"
     + HEAD
-    + "{%- elif m.role == 'tool' %}{{ '<|user|>' + m.content + '<|end|>' }}"
+    + "{%- elif m.role == 'tool' %}{{ '<|user|>' + m.content + '<|eot|>' }}"
     "{%- elif m.tool_calls %}{%- for c in m.tool_calls %}{%- if c.id | length != 9 %}"
-    "{{ raise_exception('ids have 9 characters') }}{%- endif %}{%- endfor %}CALLS<|end|>"
-    "{%- else %}{{ '<|assistant|>' + m.content + '<|end|>' }}" + TAIL
+    "{{ raise_exception('ids have 9 characters') }}{%- endif %}{%- endfor %}CALLS<|eot|>"
+    "{%- else %}{{ '<|assistant|>' + m.content + '<|eot|>' }}" + TAIL
 )
 MISTRAL = _MISTRAL.replace(
     "CALLS",
@@ -68,16 +69,83 @@ THINKS = (
     "{%- elif force_thinking %}{{ '<think>\n' }}{%- endif %}{%- endif %}"
 )
 QWEN3 = PLAIN.replace(
-    "m.content + '<|end|>' }}{%- endif",
+    "m.content + '<|eot|>' }}{%- endif",
     "('<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' if loop.last else '') "
-    "+ m.content.split('</think>')[-1].lstrip('\n') + '<|end|>' }}{%- endif",
+    "+ m.content.split('</think>')[-1].lstrip('\n') + '<|eot|>' }}{%- endif",
 ).removesuffix("{%- endif %}") + (
     "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{%- endif %}"
     "{%- endif %}"
 )
 """A template that adds thoughts, empty ones too, to the last message alone."""
-TEMPLATES = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL, "mistral named": MISTRAL_NAMED}
-MARKERS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
+_CALLS = (
+    "{%- if tools %}{{ tools | tojson }}{%- endif %}"
+    + HEAD
+    + "{%- elif m.role == 'tool' %}{{ '<|user|>' + m.content + '<|eot|>' }}"
+    "{%- elif m.tool_calls %}{{ '<|assistant|>' + m.content + 'BEGIN' }}{%- for c in m.tool_calls %}"
+    "{%- set f = c.function %}"
+    "CALL{%- endfor %}END<|eot|>{%- else %}{{ '<|assistant|>' + m.content + '<|eot|>' }}" + TAIL
+)
+_VALUE = "{{ v if v is string else v | tojson }}"
+
+
+def _with_calls(call: str, begin: str = "", end: str = "") -> str:
+    return _CALLS.replace("BEGIN", begin).replace("CALL", call).replace("END", end)
+
+
+QWEN3_CODER = _with_calls(
+    "{{ '\n<tool_call>\n<function=' + f.name + '>\n' }}{%- for k, v in f.arguments | items %}"
+    "{{ '<parameter=' + k + '>\n' }}"
+    + _VALUE
+    + "{{ '\n</parameter>\n' }}{%- endfor %}{{ '</function>\n</tool_call>' }}"
+)
+GLM45 = _with_calls(
+    "{{ '\n<tool_call>' + f.name + '\n' }}{%- for k, v in f.arguments.items() %}"
+    "{{ '<arg_key>' + k + '</arg_key>\n<arg_value>' }}" + _VALUE + "{{ '</arg_value>\n' }}{%- endfor %}</tool_call>"
+)
+MINIMAX_M2 = _with_calls(
+    """{{ '<invoke name="' + f.name + '">\n' }}{%- for k, v in f.arguments.items() %}"""
+    """{{ '<parameter name="' + k + '">' }}""" + _VALUE + "{{ '</parameter>\n' }}{%- endfor %}{{ '</invoke>\n' }}",
+    "\n<minimax:tool_call>\n",
+    "</minimax:tool_call>",
+)
+MINIMAX = _with_calls(
+    """{{ '{"name": "' + f.name + '", "arguments": ' }}{{ f.arguments | tojson }}{{ '}\n' }}""",
+    "<tool_calls>\n",
+    "</tool_calls>",
+)
+DEEPSEEK_V31 = _with_calls(
+    "{{ '<｜tool▁call▁begin｜>' + f.name + '<｜tool▁sep｜>' + f.arguments + '<｜tool▁call▁end｜>' }}",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+)
+KIMI_K2 = _with_calls(
+    "{{ '<|tool_call_begin|>' + c.id + '<|tool_call_argument_begin|>' }}{{ f.arguments | tojson }}<|tool_call_end|>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+).replace("'tool' %}{{ '<|user|>'", "'tool' %}{{ '<|user|>## Return of ' + m.tool_call_id + '\n'")
+HARMONY = _with_calls(
+    "{{ '<|start|>assistant to=functions.' + f.name + '<|channel|>commentary json<|message|>' }}"
+    "{{ f.arguments | tojson }}{{ '<|call|>' }}",
+    "' + ('<|channel|>analysis<|message|>' + m.thinking + '<|end|>' if m.thinking else '') + '",
+)
+TEMPLATES = {
+    "hermes": HERMES,
+    "llama3_json": LLAMA,
+    "mistral": MISTRAL,
+    "mistral named": MISTRAL_NAMED,
+    "qwen3_coder": QWEN3_CODER,
+    "glm45": GLM45,
+    "minimax_m2": MINIMAX_M2,
+    "minimax": MINIMAX,
+    "deepseek_v31": DEEPSEEK_V31,
+    "kimi_k2": KIMI_K2,
+    "openai": HARMONY,
+}
+MARKERS = (
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>"),
+    *(marker for name in list(TEMPLATES)[4:] for marker in FORMATS[name].markers if "tool_call>" not in marker),
+    *("<minimax:tool_call>", "</minimax:tool_call>"),
+)
 
 
 def letters(*markers: str, special: bool = True) -> Tokenizer:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.intake.tool_formats.base import Feed, Marks, Reading, Style, ToolFormat
+from specexport_runtime.intake.tool_formats.base import Feed, Marks, Reading, Schemas, Style, ToolFormat
+from specexport_runtime.intake.tool_formats.harmony import Harmony
 from specexport_runtime.intake.tool_formats.objects import (
     list_rule,
     read_arguments,
@@ -14,6 +15,8 @@ from specexport_runtime.intake.tool_formats.objects import (
     read_object,
     read_objects,
 )
+from specexport_runtime.intake.tool_formats.sections import DeepSeekV31, KimiK2, MiniMax
+from specexport_runtime.intake.tool_formats.tagged import Glm45, MiniMaxM2, Qwen3Coder
 
 _CALL, _END_OF_CALL = "<tool_call>", "</tool_call>"
 
@@ -27,15 +30,15 @@ class Hermes(ToolFormat):
 
     @classmethod
     def of(cls, template: str, call: str, function: str) -> ToolFormat | None:
-        """See ``ToolFormat.of``. Qwen3-Coder has these markers around XML, which is another format."""
+        """See ``ToolFormat.of``. Others have these markers, too: they are tried first."""
         if call:
             return cls() if re.search(rf'{_CALL}\s*\{{\s*"name"\s*:\s*"{function}"', call) else None
         return cls() if _CALL in template and "<function=" not in template else None
 
-    def read(self, feed: Feed, names: frozenset[str]) -> Reading:
+    def read(self, feed: Feed, schemas: Schemas) -> Reading:
         """See ``ToolFormat.read``."""
         yield from feed.skip_space()
-        if not (yield from read_object(feed, names)):
+        if not (yield from read_object(feed, schemas)):
             return False
         yield from feed.skip_space()
         yield from feed.consume(_END_OF_CALL)
@@ -68,9 +71,9 @@ class Llama3Json(ToolFormat):
             return cls() if re.search(rf'\{{"name": ?"{function}", ?"parameters": ?\{{', call) else None
         return cls() if '"parameters": ' in template and '"name": ' in template else None
 
-    def read(self, feed: Feed, names: frozenset[str]) -> Reading:
+    def read(self, feed: Feed, schemas: Schemas) -> Reading:
         """See ``ToolFormat.read``."""
-        return (yield from read_objects(feed, names, ";"))
+        return (yield from read_objects(feed, schemas, ";"))
 
     def rules(self, names: Sequence[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:  # noqa: ARG002
         """See ``ToolFormat.rules``; the tag is not written, as the template does not write it for functions."""
@@ -79,7 +82,6 @@ class Llama3Json(ToolFormat):
 
 _CALLS, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 _NAMED = re.compile(r"\s*([A-Za-z0-9_-]{1,64})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]+\s*)?(?:\[ARGS\])?\s*(?=\{)")
-_LONGEST = 256  # characters before the arguments
 
 
 class Mistral(ToolFormat):
@@ -106,21 +108,14 @@ class Mistral(ToolFormat):
         """Only the older one: the newer one has an opener for each call."""
         return not self._named
 
-    def read(self, feed: Feed, names: frozenset[str]) -> Reading:
+    def read(self, feed: Feed, schemas: Schemas) -> Reading:
         """See ``ToolFormat.read``."""
         yield from feed.skip_space()
         if feed.next in "[{":
-            return (yield from read_list(feed, names))
-        while True:
-            found = _NAMED.match(feed.text, feed.at)
-            if found is not None:
-                break
-            if feed.ended or "{" in feed.text[feed.at :] or len(feed.text) - feed.at > _LONGEST:
-                return False
-            yield None
-        if found[1] not in names:
+            return (yield from read_list(feed, schemas))
+        found = yield from feed.match(_NAMED)
+        if found is None or found[1] not in schemas:
             return False
-        feed.at = found.end()
         return (yield from read_arguments(feed, found[1]))
 
     def rules(self, names: Sequence[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:
@@ -145,15 +140,10 @@ class GenericJson(ToolFormat):
     starts = "{["
     has_lists = True
 
-    @classmethod
-    def of(cls, template: str, call: str, function: str) -> ToolFormat | None:  # noqa: ARG003
-        """Never: a caller that wants it names it."""
-        return None
-
-    def read(self, feed: Feed, names: frozenset[str]) -> Reading:
+    def read(self, feed: Feed, schemas: Schemas) -> Reading:
         """See ``ToolFormat.read``."""
         yield from feed.skip_space()
-        return (yield from read_list(feed, names))
+        return (yield from read_list(feed, schemas))
 
     def rules(self, names: Sequence[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:  # noqa: ARG002
         """See ``ToolFormat.rules``."""
@@ -197,7 +187,8 @@ def _plain(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": function["name"], "arguments": function["arguments"]}
 
 
-FORMATS: dict[str, type[ToolFormat]] = {each.name: each for each in (Hermes, Llama3Json, Mistral, GenericJson)}
+_ALL = (Qwen3Coder, Glm45, MiniMaxM2, MiniMax, DeepSeekV31, KimiK2, Harmony, Hermes, Llama3Json, Mistral, GenericJson)
+FORMATS: dict[str, type[ToolFormat]] = {each.name: each for each in _ALL}
 PARSERS = ("auto", *FORMATS)
 """Values of ``--tool-call-parser``."""
 

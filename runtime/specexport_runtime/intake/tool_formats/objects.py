@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from specexport_runtime.intake.tool_formats.base import Arguments, Broken, CallBegin, CallEnd, Feed, Reading, Style
@@ -15,14 +16,14 @@ _FIRST_KEY = re.compile(r'\{\s*(?:"((?:[^"\\]|\\.)*)"|[^\s"])')
 _KEYS = ("name", "arguments", "parameters", "type", "id")
 
 
-def read_object(feed: Feed, names: frozenset[str]) -> Reading:
+def read_object(feed: Feed, names: Collection[str]) -> Reading:
     """A call like ``{"name": …, "arguments": {…}}``, from its first brace to its last; False if it is none."""
-    start, whole = feed.at, _EndFinder(feed.at)
+    start, whole = feed.at, EndOfValue(feed.at)
     while not feed.ended or whole.find(feed.text) is not None:
         head = _HEAD.match(feed.text, start)
         if head is not None and head[1] in names:
             yield CallBegin(head[1])
-            return (yield from _stream_arguments(feed, whole, _EndFinder(head.end()), head[1]))
+            return (yield from _stream_arguments(feed, whole, EndOfValue(head.end()), head[1]))
         first = _FIRST_KEY.match(feed.text, start)
         if feed.next != "{" or (first is not None and first[1] not in _KEYS):
             return False
@@ -33,20 +34,20 @@ def read_object(feed: Feed, names: frozenset[str]) -> Reading:
     return False
 
 
-def read_arguments(feed: Feed, name: str) -> Reading:
+def read_arguments(feed: Feed, name: str, call_id: str = "") -> Reading:
     """The arguments of a call whose name was read; ``feed`` stands before their first brace."""
-    yield CallBegin(name)
-    return (yield from _stream_arguments(feed, _EndFinder(feed.at), _EndFinder(feed.at), name))
+    yield CallBegin(name, call_id)
+    return (yield from _stream_arguments(feed, EndOfValue(feed.at), EndOfValue(feed.at), name))
 
 
-def _read_complete_call(feed: Feed, end: int, names: frozenset[str]) -> Reading:
+def _read_complete_call(feed: Feed, end: int, names: Collection[str]) -> Reading:
     """A call of which all is there: keys in any order, arguments as an object or as its text."""
-    value = _loads(feed.text[feed.at : end])
+    value = loads(feed.text[feed.at : end])
     if not isinstance(value, dict) or value.get("name") not in tuple(names):
         return False
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = _loads(arguments)
+        arguments = loads(arguments)
     if not isinstance(arguments, dict):
         return False
     feed.at = end
@@ -56,7 +57,7 @@ def _read_complete_call(feed: Feed, end: int, names: frozenset[str]) -> Reading:
     return True
 
 
-def _stream_arguments(feed: Feed, whole: "_EndFinder", inner: "_EndFinder", name: str) -> Reading:
+def _stream_arguments(feed: Feed, whole: "EndOfValue", inner: "EndOfValue", name: str) -> Reading:
     """The arguments that ``inner`` ends, in pieces; then the end of the object around them."""
     begin, sent = whole.begin, inner.begin
     while True:
@@ -71,7 +72,7 @@ def _stream_arguments(feed: Feed, whole: "_EndFinder", inner: "_EndFinder", name
     feed.at = len(feed.text) if end is None else end
     if end is None and feed.is_cut:
         return True
-    value = None if end is None else _loads(feed.text[begin:end])
+    value = None if end is None else loads(feed.text[begin:end])
     if isinstance(value, dict) and (begin == inner.begin or value.get("name") == name):
         yield CallEnd()
     else:
@@ -79,8 +80,8 @@ def _stream_arguments(feed: Feed, whole: "_EndFinder", inner: "_EndFinder", name
     return True
 
 
-class _EndFinder:
-    """Finds where the JSON object or list ends that begins at ``begin``; looks at each character once."""
+class EndOfValue:
+    """Finds where the JSON object, list or text ends that begins at ``begin``; looks at each character once."""
 
     def __init__(self, begin: int) -> None:
         self.begin = self._at = begin
@@ -102,6 +103,8 @@ class _EndFinder:
                 self._at += 1
             elif sign == '"':
                 self._in_string = not self._in_string
+                if not self._in_string and self._depth == 0:
+                    self._end = self._at
             elif not self._in_string and sign != "\\":
                 self._depth += 1 if sign in "{[" else -1
                 if self._depth == 0:
@@ -109,7 +112,7 @@ class _EndFinder:
         return self._end
 
 
-def _loads(text: str) -> Any:
+def loads(text: str) -> Any:
     """JSON as the standard has it; None if it is none."""
     try:
         return json.loads(text, parse_constant=_refuse)
@@ -121,7 +124,7 @@ def _refuse(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-def read_objects(feed: Feed, names: frozenset[str], separator: str) -> Reading:
+def read_objects(feed: Feed, names: Collection[str], separator: str) -> Reading:
     """Calls with a separator between them, at least one; what is after the last good one is left."""
     while True:
         yield from feed.skip_space()
@@ -133,7 +136,7 @@ def read_objects(feed: Feed, names: frozenset[str], separator: str) -> Reading:
             return True
 
 
-def read_list(feed: Feed, names: frozenset[str]) -> Reading:
+def read_list(feed: Feed, names: Collection[str]) -> Reading:
     """A list of calls, or one; ``feed`` stands before it. What is after the last good one is left."""
     if feed.next == "{":
         return (yield from read_object(feed, names))
@@ -143,6 +146,22 @@ def read_list(feed: Feed, names: frozenset[str]) -> Reading:
         return False
     yield from feed.consume("]")
     return True
+
+
+def read_section(feed: Feed, read_call: Callable[[], Reading], begin: str, end: str) -> Reading:
+    """Calls that begin with ``begin``, at least one, up to ``end``; what is after the last good one is left."""
+    while True:
+        yield from feed.skip_space()
+        if not (yield from read_call()):
+            return False
+        feed.mark = feed.at
+        yield from feed.skip_space()
+        if (yield from feed.consume(end)):
+            return True
+        before = feed.at
+        if not (yield from feed.consume(begin)):
+            return True
+        feed.at = before
 
 
 def list_rule(style: Style, *, several: bool) -> str:
