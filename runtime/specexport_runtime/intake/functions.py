@@ -8,6 +8,7 @@ from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.tool_formats.base import Style, ToolFormat
+from specexport_runtime.sampling.one_of import with_any_of
 from specexport_runtime.sampling.schema_rules import find_fault
 from specexport_runtime.sampling.structured import MAX_GRAMMAR_CHARS
 
@@ -157,7 +158,8 @@ class CallGrammar:
 
 def _json_rule(schema: Mapping[str, Any], **separators: str) -> str:
     options = {"whitespace_flexible": False, **separators}
-    return "%json " + json.dumps({**schema, "x-guidance": options})
+    plain = json.loads(with_any_of(json.dumps(schema)))
+    return "%json " + json.dumps({**plain, "x-guidance": options})
 
 
 def _escaped(text: str) -> str:
