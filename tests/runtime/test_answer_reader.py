@@ -225,7 +225,8 @@ def test_whole_and_in_pieces(name, answer, content, calls, think):
 @pytest.mark.fuzz
 @pytest.mark.parametrize("think", ["", "<think>\nhm, </thin \n</think>\n\n"])
 @pytest.mark.parametrize(
-    ("name", "answer"), [*dict.fromkeys(case[:2] for case in GOOD + TEXT), ("hermes", "Well. \n\n<tool_ca"), (None, " a \n")]
+    ("name", "answer"),
+    [*dict.fromkeys(case[:2] for case in GOOD + TEXT), ("hermes", "Well. \n\n<tool_ca"), (None, " a \n")],
 )
 def test_an_answer_that_goes_on_is_the_rest_of_a_whole_one(name, answer, think):
     """Cut anywhere before its first call: with an echo it is the whole, without one what the beginning has not."""

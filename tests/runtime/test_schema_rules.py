@@ -152,7 +152,7 @@ def test_places_of_a_strict_schema_are_not_written_out() -> None:
 def test_what_is_too_large_or_too_deep_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (structured, functions):
         monkeypatch.setattr(module, "find_fault", Mock(side_effect=AssertionError("it was looked through")))
-    large = {"type": "object", "description": "x" * structured.MAX_GRAMMAR_CHARS}
+    large = {"type": "object", "description": "x" * structured.MAX_SCHEMA_CHARS}
     for given in (large, json.dumps(large), '{"items":' * 20_000):
         with pytest.raises(InvalidRequestError, match=r"characters|recursion"):
             StructuredOutputs(json=given)

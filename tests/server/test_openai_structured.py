@@ -83,6 +83,42 @@ def test_an_answer_that_is_cut_off_says_so(client):
     assert long.choices[0].finish_reason == "length"
 
 
+def told_apart(kind, **more):
+    return SCHEMA | {"properties": {"kind": {"const": kind}, **more}, "required": ["kind", *more]}
+
+
+PETS = {
+    "$defs": {"Cat": told_apart(1, lives={"oneOf": [{"const": 7}, {"const": 9}]}), "Dog": told_apart(2)},
+    "discriminator": {"propertyName": "kind", "mapping": {"1": "#/$defs/Cat", "2": "#/$defs/Dog"}},
+    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+}
+"""As Pydantic has a union with a discriminator."""
+
+
+def test_alternatives_that_a_constant_tells_apart(client):
+    inner = {name: PETS[name] for name in ("discriminator", "oneOf")}
+    schema = SCHEMA | {"$defs": PETS["$defs"], "properties": {"pet": inner}, "required": ["pet"]}
+    asked = {"response_format": formatted(schema), "n": 4}
+    greedy = [
+        complete(client, temperature=0, speculative={"drafter": drafter}, **asked).choices[0].text
+        for drafter in ("none", "draft-model", "auto")
+    ]
+    assert len(set(greedy)) == 1
+    pets = [json.loads(choice.text)["pet"] for choice in complete(client, **asked).choices]
+    pets.append(json.loads(greedy[0])["pet"])
+    pets += [json.loads(choice.text) for choice in complete(client, n=4, structured_outputs={"json": PETS}).choices]
+    assert all(pet in ({"kind": 2}, {"kind": 1, "lives": 7}, {"kind": 1, "lives": 9}) for pet in pets)
+
+
+def test_as_many_properties_as_openai_documents_are_compiled(client):
+    part = {"type": ["string", "null"], "description": "what it is for"}
+    names = [f"{number:04}_{'property' * 2}_name"[:24] for number in range(5000)]
+    schema = SCHEMA | {"properties": dict.fromkeys(names, part), "required": names}
+    answer = complete(client, max_tokens=4, temperature=0, response_format=formatted(schema))
+    assert answer.choices[0].finish_reason == "length"
+    assert '{"0000_property'.startswith(answer.choices[0].text)
+
+
 def nested(depth):
     schema = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
     for _ in range(depth):
@@ -100,6 +136,7 @@ STRICT = [
 ]
 LOOSE = [
     ({"type": "object", "not": {}}, "not"),
+    ({"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}, "the alternatives of a oneOf"),
     ({"type": "object", "x-guidance": {"item_separator": ";"}}, "a setting of the matcher"),
 ]
 OF_VLLM = [

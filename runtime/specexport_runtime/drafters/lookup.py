@@ -143,7 +143,8 @@ class SuffixIndex:
 class LookupDrafter(Drafter):
     """Drafts the tokens that followed the longest earlier occurrence of a request's last tokens.
 
-    - The text is the request's reference, if it has one, then its prompt and output. A match has at least
+    - The text is the request's reference, if it has one, then its prompt and output. Of one that fills in the middle:
+      reference and suffix, then prefix and output. A match has at least
       ``match_length`` tokens. The longest wins; among equals the most recent, so output before prompt before reference.
     - A copy that reaches the end of the text goes on into what it has just copied (as in LZ77), so periodic text
       drafts its full length. A copy from the reference ends where the reference ends; no match runs across that border.
@@ -192,9 +193,9 @@ class LookupDrafter(Drafter):
             index.extend(req.reference)
             if req.reference:
                 index.append(_SEPARATOR)
-                index.extend(req.tokens)
+                index.extend(req.written)
                 index.hit_rate = 1.0
-        index.extend(req.tokens[len(index.tokens) - before :])
+        index.extend(req.written[len(index.tokens) - before :])
         return index
 
     def _copy(self, req: Request, count: int, begun: list[int]) -> Proposal:

@@ -67,14 +67,14 @@ class SuffixDrafter(Drafter):
         self._own.commit(requests)
         for req in requests:
             if req.finish_reason is not None and req.scope is not None and _is_planned(req):
-                self.store.add(req.scope, req.tokens[-(req.num_generated + DEPTH) :])
+                self.store.add(req.scope, req.written[-(req.num_generated + DEPTH) :])
 
     def _choose_longer(self, req: Request, lookahead: int, own: Proposal, begun: list[int]) -> Proposal:
         """The request's own draft, or one from the store if more tokens match there."""
         least = max(self._least, own.match_length + 1)
         if least > DEPTH:
             return own._replace(drafter=SUFFIX) if own.tokens else own
-        known = [*req.tokens[-DEPTH:], *begun] if begun else req.tokens
+        known = [*req.written[-DEPTH:], *begun] if begun else req.written
         found = self.store.find(req.scope, known, least=least, most=_MAX_PLACES, width=lookahead)
         if found is not None:
             path = best_path(found.continuations)

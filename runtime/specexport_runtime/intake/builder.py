@@ -1,7 +1,7 @@
 """From what a caller asks for to the state of a sequence: encoding, checks, how to draft."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from specexport_runtime.intake.checks import (
     check_token_range,
 )
 from specexport_runtime.intake.drafting import Capabilities, DraftDefaults, RequestOptions, resolve_draft_plan
+from specexport_runtime.intake.fill_in_middle import MiddlePrompt
 from specexport_runtime.intake.grammars import GrammarCompiler
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
@@ -105,7 +106,9 @@ class RequestBuilder:
                 "structured_outputs ends a text, and ignore_eos does not.", "leave one of them out."
             )
         ids, form = self.encode(prompt), None
-        hidden = self._find_hidden_tokens(params)
+        middle = prompt if isinstance(prompt, MiddlePrompt) else None
+        ends = self.eos_token_ids if middle is None else (*self.eos_token_ids, *middle.ends)
+        hidden = self._find_hidden_tokens(params, () if middle is None else middle.ends)
         if params.structured_outputs is not None:
             silent = (self.special_tokens if hidden is None else hidden) if params.skip_special_tokens else ()
             follows_text = any(token not in silent for token in ids)
@@ -119,12 +122,13 @@ class RequestBuilder:
             params,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
-            eos_token_ids=self.eos_token_ids,
-            text=TextStream(self.tokenizer, params, hidden, ids),
+            eos_token_ids=ends,
+            text=TextStream(self.tokenizer, params, hidden, ids if middle is None else middle.prefix or ids),
             seed=secrets.randbits(63) if params.seed is None or self.capabilities.is_shared(plan) else params.seed,
             grammar=grammar,
             plan=plan._replace(
-                reference=self.encode_reference(reference),
+                reference=[*self.encode_reference(reference), *(() if middle is None else middle.suffix)],
+                prefix=None if middle is None else middle.prefix,
                 draft_exit=None if exit_params is None else DraftExit(exit_params),
                 layer_rules=rules,
                 forced_lookahead=0 if form is None else self.capabilities.lookahead,
@@ -146,9 +150,10 @@ class RequestBuilder:
         added = self.tokenizer.get_added_tokens_decoder()
         return frozenset(token for token, each in added.items() if each.special)
 
-    def _find_hidden_tokens(self, params: SamplingParams) -> frozenset[int] | None:
+    def _find_hidden_tokens(self, params: SamplingParams, more: Iterable[int]) -> frozenset[int] | None:
         """Tokens without a text, where they are not just the special ones: what ends a text has no part in its form."""
-        ends = frozenset(() if params.structured_outputs is None else self.eos_token_ids) - self.special_tokens
+        ends = frozenset(() if params.structured_outputs is None else self.eos_token_ids).union(more)
+        ends -= self.special_tokens
         if not (params.skip_special_tokens and (params.shown_special_tokens or ends)):
             return None
         return (self.special_tokens | ends) - frozenset(params.shown_special_tokens)

@@ -15,6 +15,7 @@ from specexport_runtime.intake.plain_tokens import PlainTokens
 from specexport_runtime.intake.trial import UNTRIED, Trial, run_on_deep_stack
 from specexport_runtime.intake.watched import MAX_S, Watched
 from specexport_runtime.sampling.grammar import Grammar, explain_refusal
+from specexport_runtime.sampling.one_of import with_any_of
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import GrammarAfterThinking
 
@@ -30,8 +31,8 @@ _PART = re.compile(
     r"|<(?P<token>[^<>\s]+)>"
 )
 
-MAX_COMPILED = 64
-"""Compiled grammars that are kept for the next request with the same one."""
+MAX_COMPILED, MAX_KEPT_CHARS = 64, 2**24
+"""Compiled grammars that are kept for the next request with the same one, and the characters of their forms."""
 _LIMITS = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
@@ -165,7 +166,10 @@ class GrammarCompiler:
             found = self._compiled.get(key)
             if is_new := found is None:
                 found = self._compiled[key] = Future()
-                if len(self._compiled) > MAX_COMPILED:
+                while (
+                    len(self._compiled) > MAX_COMPILED
+                    or sum(len(text) for _, text, _ in self._compiled) > MAX_KEPT_CHARS
+                ):
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(key)
         if is_new:
@@ -266,7 +270,7 @@ def _grammar_text(matcher: Any, form: StructuredOutputs) -> str:
     """A grammar in the form that llguidance compiles."""
     made: str
     if form.kind == "json":
-        made = matcher.grammar_from_json_schema(form.text, overrides={"whitespace_flexible": False})
+        made = matcher.grammar_from_json_schema(with_any_of(form.text), overrides={"whitespace_flexible": False})
     elif form.kind == "json_object":
         made = matcher.grammar_from_json_schema({"type": "object"}, overrides={"whitespace_flexible": False})
     elif form.kind == "regex":
@@ -279,4 +283,6 @@ def _grammar_text(matcher: Any, form: StructuredOutputs) -> str:
 
 
 def _refused_form_error(form: StructuredOutputs, message: str) -> InvalidRequestError:
+    if message.startswith("oneOf"):
+        message = "nothing tells the alternatives of a oneOf apart: another type, or a required property's own const"
     return InvalidRequestError(f"{form.name}: {explain_refusal(message)}.", "change it, or leave it out.")

@@ -1,7 +1,7 @@
 """A vocabulary as a matcher sees it: plain tokens spell bytes, added ones and ends of a text are named by id alone."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ from specexport_runtime.requests.token_bytes import find_same_at_first, token_by
 from specexport_runtime.sampling.grammar import BoolArray
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
 
 _BYTES_OF_TEXTS = [*range(0xC0), *range(0xC2, 0xF5)]
@@ -30,7 +30,7 @@ class PlainTokens:
         self._ids = {data: token for token, data in enumerate(self.tokens) if data and token not in named}
         self._longest = max(map(len, self._ids), default=0)
         self.is_complete = all(bytes([byte]) in self._ids for byte in _BYTES_OF_TEXTS)  # every text can be spelled
-        self._given, self._tokenizer = tokenizer, _without_added_tokens(tokenizer)
+        self._given, self._tokenizer = tokenizer, reader_of_text(tokenizer)
 
     @cached_property
     def first(self) -> BoolArray | None:
@@ -78,15 +78,23 @@ class PlainTokens:
         return None if len(data) in reached else data[furthest:].decode(errors="replace")
 
 
-def _without_added_tokens(tokenizer: "Tokenizer") -> "Tokenizer":
-    """A tokenizer of what stands within a text: nothing is put before it, and no added token is found in it."""
+def reader_of_text(
+    tokenizer: "Tokenizer", added: Iterable["AddedToken"] = (), *, is_first: bool = False
+) -> "Tokenizer":
+    """A tokenizer with the same model, not a copy of it, that finds no added tokens in a text but those that are given.
+
+    Nothing is put before a text that is not the ``is_first`` of its tokens.
+    """
     from tokenizers import Tokenizer
 
-    parts = json.loads(tokenizer.to_str())
-    parts |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-    parts["normalizer"] = _without_prefix(parts["normalizer"])
-    parts["pre_tokenizer"] = _without_prefix(parts["pre_tokenizer"])
-    return Tokenizer.from_str(json.dumps(parts))
+    steps = {"normalizer": tokenizer.normalizer, "pre_tokenizer": tokenizer.pre_tokenizer}
+    parts = {name: None if step is None else json.loads(step.__getstate__()) for name, step in steps.items()}
+    if not is_first:
+        parts = {name: _without_prefix(step) for name, step in parts.items()}
+    reader = Tokenizer.from_str(json.dumps(parts | {"model": {"type": "BPE", "vocab": {}, "merges": []}}))
+    reader.model = tokenizer.model
+    reader.add_tokens(list(added))
+    return reader
 
 
 def _without_prefix(step: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """Prompts: token ids of texts, and of conversations by the checkpoint's chat template."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import InvalidRequestError
@@ -11,6 +11,7 @@ from specexport_runtime.requests.results import Prompt
 
 if TYPE_CHECKING:
     from specexport_runtime.intake.chat_dialect import ChatDialect
+    from specexport_runtime.intake.fill_in_middle import MiddleEncoder, MiddlePrompt
 
 
 class PromptEncoder:
@@ -40,6 +41,24 @@ class PromptEncoder:
             InvalidRequestError: the prompt is empty, too long for the engine, or has ids out of range.
         """
         return self._builder.encode(prompt)
+
+    def encode_middle(self, prefix: str, suffix: str) -> "MiddlePrompt":
+        """Token ids of a prompt to fill in the middle: what is generated goes between the two texts.
+
+        Args:
+            prefix: the text before the gap.
+            suffix: the text after it.
+
+        Raises:
+            InvalidRequestError: the tokenizer has no tokens for this, or a text is none.
+        """
+        return self._middles.encode(prefix, suffix)
+
+    @cached_property
+    def _middles(self) -> "MiddleEncoder":
+        from specexport_runtime.intake.fill_in_middle import MiddleEncoder
+
+        return MiddleEncoder(self.tokenizer, self._builder.vocab_size)
 
     def encode_chat(
         self,

@@ -31,6 +31,7 @@ class DraftPlan(NamedTuple):
     adaptive: bool = False  # the lookahead of each stage is the most that may be chosen, round by round
     tree_size: int = 0  # most draft tokens of a drafter in a round, branches included; 0: chains without bound
     reference: Sequence[int] = ()  # token ids that lookup drafting may copy from, besides the request's own
+    prefix: Sequence[int] | None = None  # end of the text that the output goes on from; None: that is the prompt
     draft_exit: "DraftExit | None" = None  # ends drafts of models that are no longer sure; None never does
     layer_rules: LayerRules = LayerRules()  # what a draft out of the target itself leaves out
     forced_lookahead: int = 0  # most draft tokens of a round in which the grammar forces some
@@ -73,6 +74,8 @@ class Request:
         self.index = index
         self.params = params
         self.tokens = list(prompt)  # prompt and committed output
+        # The text that goes on, by which copies are found: where the output follows a part of the prompt, that and it.
+        self.written = self.tokens if plan.prefix is None else list(plan.prefix)
         self.num_prompt_tokens = len(prompt)
         self.max_tokens = min(params.max_tokens, max_model_len - len(prompt))
         self.sampler = Sampler(params, prompt, vocab_size, grammar)
@@ -172,6 +175,8 @@ class Request:
         for token in new_tokens:
             taken += 1
             self.tokens.append(token)
+            if self.written is not self.tokens:
+                self.written.append(token)
             begin = 0 if self.logprobs is None or self.text is None else self.text.length
             # The text sees an ending token too, so that `skip_special_tokens=False` shows it.
             if (self.text is not None and self.text.append(token)) or token in self._stop_ids:

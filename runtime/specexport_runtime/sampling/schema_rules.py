@@ -52,8 +52,7 @@ def find_fault(schema: Any) -> str | None:
 
     The work grows as the schema does, whatever refers to what in it.
     """
-    named = [each for each in _iter_objects(schema) if isinstance(each.get("$anchor"), str)]
-    anchors = {each["$anchor"]: each for each in reversed(named)}  # the first of a name
+    anchors = anchors_of(schema)
     for part in _iter_parts(schema, anchors):
         if found := MATCHER_KEYS & part.schema.keys():
             return f"{part.name} has {min(found)!r}, a setting of the matcher and no keyword"
@@ -65,6 +64,17 @@ def find_fault(schema: Any) -> str | None:
     return None
 
 
+def anchors_of(schema: Any) -> dict[str, Any]:
+    """The schemas within a schema that have a name of their own."""
+    named = [each for each in _iter_objects(schema) if isinstance(each.get("$anchor"), str)]
+    return {each["$anchor"]: each for each in reversed(named)}  # the first of a name
+
+
+def schemas_of(schema: Any, anchors: Mapping[str, Any]) -> list[Any]:
+    """All schemas within a schema that are objects."""
+    return [part.schema for part in _iter_parts(schema, anchors)]
+
+
 def _iter_parts(schema: Any, anchors: Mapping[str, Any], *, only_used: bool = False) -> Iterator[_Part]:
     """All schemas within a schema that are objects; ``only_used``: without unused definitions."""
     todo: list[tuple[SchemaPath | None, Any]] = [(None, schema)]
@@ -74,7 +84,7 @@ def _iter_parts(schema: Any, anchors: Mapping[str, Any], *, only_used: bool = Fa
         if not isinstance(part, Mapping) or id(part) in seen:
             continue
         seen.add(id(part))
-        target = _resolve_reference(part["$ref"], schema, anchors) if "$ref" in part else None
+        target = target_of(part["$ref"], schema, anchors) if "$ref" in part else None
         yield _Part(where, part, target)
         todo.append((SchemaPath(where, "$ref"), target))
         for key, value in part.items():
@@ -100,8 +110,8 @@ def _find_satisfiable(parts: list[_Part]) -> set[int]:
     left = dict.fromkeys(waiting, 0)  # groups of each schema in which none has begun
     for part in parts:
         groups = [[part.target]] if "$ref" in part.schema else []
-        groups += [[each] for each in _read_list(part.schema, "allOf")]
-        groups += [_read_list(part.schema, "anyOf"), _read_list(part.schema, "oneOf")]
+        groups += [[each] for each in comma_separated(part.schema, "allOf")]
+        groups += [comma_separated(part.schema, "anyOf"), comma_separated(part.schema, "oneOf")]
         for group in groups:
             if group and all(id(each) in waiting for each in group):
                 left[id(part.schema)] += 1
@@ -119,12 +129,13 @@ def _find_satisfiable(parts: list[_Part]) -> set[int]:
     return set(begun)
 
 
-def _read_list(schema: Mapping[str, Any], key: str) -> list[Any]:
+def comma_separated(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """The list that a keyword has; an empty one for anything else."""
     found = schema.get(key)
     return found if isinstance(found, list) else []
 
 
-def _resolve_reference(reference: Any, root: Any, anchors: Mapping[str, Any]) -> Any:
+def target_of(reference: Any, root: Any, anchors: Mapping[str, Any]) -> Any:
     """The schema that a reference within the document is to; None for any other."""
     if not isinstance(reference, str) or not isinstance(root, Mapping):
         return None

@@ -10,7 +10,9 @@ from specexport_runtime.sampling.schema_rules import find_fault
 from specexport_runtime.sampling.thinking import Thinking
 
 MAX_GRAMMAR_CHARS = 262_144
-"""Longest schema, expression or grammar; larger ones take seconds to compile."""
+"""Longest expression or grammar; larger ones take seconds to compile, and up to 150 bytes a character."""
+MAX_SCHEMA_CHARS = 1_048_576
+"""Longest schema: OpenAI allows 5,000 properties, which have 100 characters and more with their descriptions."""
 MAX_CHOICES = 4096
 
 
@@ -64,7 +66,8 @@ class StructuredOutputs:
             )
         if not isinstance(self.beginning, str):
             raise InvalidRequestError(f"{self.name}: its beginning is no text.", "give a text.")
-        _check_size(self.name, self.text)
+        if kind != "json":
+            _check_size(self.name, self.text, MAX_GRAMMAR_CHARS)
 
     @property
     def kind(self) -> str:
@@ -86,12 +89,12 @@ _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 def _schema_text(schema: Any, name: str) -> str:
     try:
         if isinstance(schema, str):
-            _check_size(name, schema)
+            _check_size(name, schema, MAX_SCHEMA_CHARS)
             schema = json.loads(schema)
         if not isinstance(schema, Mapping):
             raise InvalidRequestError(f"{name} is no JSON schema.", "give an object.")
         text = json.dumps(schema)
-        _check_size(name, text)
+        _check_size(name, text, MAX_SCHEMA_CHARS)
         if (fault := find_fault(json.loads(text))) is not None:
             raise InvalidRequestError(f"{name}: {fault}.", "change it, or leave it out.")
         return text
@@ -101,9 +104,9 @@ def _schema_text(schema: Any, name: str) -> str:
         raise InvalidRequestError(f"{name} is no JSON: {error}.", "give a JSON schema.") from None
 
 
-def _check_size(name: str, text: str) -> None:
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequestError(f"{name} has {len(text)} characters.", f"give at most {MAX_GRAMMAR_CHARS}.")
+def _check_size(name: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise InvalidRequestError(f"{name} has {len(text)} characters.", f"give at most {most}.")
 
 
 def _check_choices(choice: Any, name: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.results import Prompt
 from specexport_runtime.requests.token_bytes import compute_max_token_length, ids_of
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.errors import ApiError, invalid_error, over_limit_error, shown
+from specexport_runtime.server.errors import ApiError, invalid_error, over_limit_error, shown, unsupported_error
 
 T = TypeVar("T")
 
@@ -33,13 +33,32 @@ def encode(
     """Token ids of a prompt; ``ApiError`` 400 names ``source`` if they must be more than ``most``, by its length."""
     if not isinstance(prompt, str):
         return list(prompt)
+    _check_characters(engine, prompt, source, most)
+    return ids_of(engine.tokenizer, prompt, add_special_tokens=add_special_tokens)
+
+
+def encode_middle(engine: SpecEngine, config: ServerConfig, prompt: Prompt, suffix: str) -> list[int]:
+    """Token ids of a prompt whose answer goes between it and a suffix; ``ApiError`` 400 if it cannot be."""
+    if not isinstance(prompt, str):
+        raise unsupported_error("prompt", "prompt must be a text, or a list of texts, where there is a suffix.")
+    for source, text in (("prompt", prompt), ("suffix", suffix)):
+        _check_characters(engine, text, source, config.max_prompt_tokens)
+    try:
+        ids = engine.encode_middle(prompt, suffix)
+    except InvalidRequestError as error:
+        raise unsupported_error("suffix", f"suffix: {error}") from None
+    check_length(engine, config, "prompt", ids)
+    return ids
+
+
+def _check_characters(engine: SpecEngine, text: str, source: str, most: int | None) -> None:
+    """Refuse a text that has more than ``most`` tokens, or more than the engine takes, by its length."""
     most = engine.max_model_len if most is None else min(most, engine.max_model_len)
     longest = compute_max_token_length(engine.tokenizer)
-    if longest is not None and (least := -(-len(prompt) // longest)) > most:
+    if longest is not None and (least := -(-len(text) // longest)) > most:
         if most < engine.max_model_len:
             raise over_limit_error(source, f"{source} of at least {least} tokens", most)
         raise _too_long_error(engine, source, f"{source} has at least {least} tokens")
-    return ids_of(engine.tokenizer, prompt, add_special_tokens=add_special_tokens)
 
 
 def check_length(engine: SpecEngine, config: ServerConfig, source: str, ids: list[int]) -> None:

@@ -188,7 +188,7 @@ class CompletionRequest(Choices):
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    suffix: Refused[Literal[""]] = None
+    suffix: str | None = Field(default=None, description="What follows the completion. Not with echo.")
     best_of: Annotated[int, Field(ge=1)] | None = None
     add_special_tokens: Refused[Literal[True]] = None
 

@@ -14,7 +14,13 @@ from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import ParsedConversation, read_conversation
 from specexport_runtime.server.errors import invalid_error, over_limit_error, shown, unsupported_error
 from specexport_runtime.server.models import resolve_adapter
-from specexport_runtime.server.prompt_tokens import check_prompt, check_reference, encode, resolve_max_tokens
+from specexport_runtime.server.prompt_tokens import (
+    check_prompt,
+    check_reference,
+    encode,
+    encode_middle,
+    resolve_max_tokens,
+)
 from specexport_runtime.server.protocol import ChatRequest, Choices, CompletionRequest, Sampling, join_text
 from specexport_runtime.server.structured import read_form
 
@@ -93,7 +99,12 @@ def plan_completion(body: CompletionRequest, engine: SpecEngine, config: ServerC
     prompts = as_prompts(body.prompt)
     if len(prompts) > config.max_prompts:
         raise over_limit_error("prompt", f"{len(prompts)} prompts", config.max_prompts)
-    ids = [encode(engine, prompt, "prompt", config.max_prompt_tokens) for prompt in prompts]
+    if body.suffix:
+        if body.echo:
+            raise unsupported_error("echo", "echo with suffix is not supported: leave one of them out.")
+        ids = [encode_middle(engine, config, prompt, body.suffix) for prompt in prompts]
+    else:
+        ids = [encode(engine, prompt, "prompt", config.max_prompt_tokens) for prompt in prompts]
     skip = body.skip_special_tokens is not False
     echoes = [make_echo(engine, prompt, skip_special_tokens=skip) if body.echo else NO_ECHO for prompt in ids]
     limit = ("max_tokens", body.max_tokens or (None if body.max_tokens is None else 1))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from specexport_runtime.requests.text import StopStrings
+from specexport_runtime.sampling.one_of import with_any_of
 
 
 class Content(NamedTuple):
@@ -197,7 +198,8 @@ class ToolFormat(ABC):
 def json_rule(schema: Mapping[str, Any], style: Style | None = None) -> str:
     """JSON of a schema in Lark; compact without a style."""
     separators = {} if style is None else {"item_separator": style.item, "key_separator": style.key}
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_flexible": False, **separators}})
+    plain = json.loads(with_any_of(json.dumps(schema)))
+    return "%json " + json.dumps({**plain, "x-guidance": {"whitespace_flexible": False, **separators}})
 
 
 def escaped(text: str) -> str:
