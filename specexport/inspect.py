@@ -1,6 +1,5 @@
 """``specexport inspect``: what a bundle says about itself. Reads the manifest; needs no onnx and no onnxruntime."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +17,10 @@ from specexport_runtime.abi import (
     ADAPTER_IDS,
     AFTER_NORM,
     ALIGNED_STEP_INPUTS,
-    CACHE_BYTES,
     CACHE_INPUTS,
     FEATURE_INPUTS,
     FEATURES,
     GATE_INPUTS,
-    ITEM_BYTES,
     LOGITS,
     NEXT_FEATURES,
     OUTPUTS,
@@ -37,8 +34,6 @@ from specexport_runtime.abi import (
     LayerGeometry,
     TensorSpec,
     kv_slack,
-    num_pending,
-    state_shapes,
 )
 from specexport_runtime.bundle.draft_layers import DraftLayers, load_draft_layers
 from specexport_runtime.bundle.entry import AdapterEntry, DraftHeadEntry, EngineFile, Gates, ModelEntry
@@ -46,6 +41,7 @@ from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import CHAT_TEMPLATE_NAME
 from specexport_runtime.bundle.quant_kinds import KEPT, KINDS
+from specexport_runtime.bundle.sizes import engine_bytes, kv_bytes_per_token, state_bytes_per_row
 from specexport_runtime.drafters.base import DraftOffer, Obstacle
 from specexport_runtime.drafters.registry import KINDS as DRAFTERS
 from specexport_runtime.errors import SpecexportError
@@ -83,7 +79,7 @@ def describe_json(manifest: Manifest, layers: DraftLayers | None = None) -> dict
         data["models"][role]["takes_trees"] = entry.takes_trees
         data["models"][role]["contract"] = [spec._asdict() for spec in list_contract_rows(entry)]
         data["models"][role]["kept_layers"] = list(entry.kept_layers)
-        data["models"][role]["engine_bytes"] = _engine_bytes(manifest, role)
+        data["models"][role]["engine_bytes"] = engine_bytes(manifest, role)
         data["models"][role]["kv_bytes_per_token"] = kv_bytes_per_token(entry)
         data["models"][role]["state_bytes_per_row"] = state_bytes_per_row(entry, manifest.lookahead)
         data["models"][role]["kernels"] = _kernels(entry)
@@ -106,24 +102,6 @@ def list_contract_rows(entry: ModelEntry) -> list[TensorSpec]:
     return [*(spec for spec in known if spec.name in entry.engine.inputs), *caches, *outputs, *extra]
 
 
-def kv_bytes_per_token(entry: ModelEntry) -> int:
-    """Bytes of KV cache that one token takes, over all layers; 0 of a head that reads the target's."""
-    if entry.attention.target_layers:
-        return 0
-    values = sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in entry.attention.layers)
-    return values * CACHE_BYTES.get(entry.attention.cache_dtype, 4)
-
-
-def state_bytes_per_row(entry: ModelEntry, lookahead: int) -> int:
-    """Bytes that one row takes for states of recurrences, with what drafts leave beside them; 0 without recurrences."""
-    shapes = state_shapes(entry.states, 1, num_pending(lookahead, drafts_itself=bool(entry.engine.gates.kinds)))
-    return sum(math.prod(shape) for shape in shapes.values()) * ITEM_BYTES["float32"]
-
-
-def _engine_bytes(manifest: Manifest, role: str) -> int:
-    return sum(entry.size for name, entry in manifest.files.items() if name.startswith(f"{role}/"))
-
-
 def describe_briefly(
     manifest: Manifest, layers: DraftLayers | None = None, *, files_checked: bool = False
 ) -> Iterator[str]:
@@ -140,7 +118,7 @@ def describe_briefly(
     yield f"{manifest.name}: {total} in {len(manifest.files)} files{state}, for {target.backend}{operators}"
     for role, entry in models.items():
         words = f"{entry.source.name} ({entry.source.architecture}), {entry.parameters.total / 1e6:.1f} M parameters"
-        yield f"{role + ':':<11} {words}, {_size(_engine_bytes(manifest, role))}"
+        yield f"{role + ':':<11} {words}, {_size(engine_bytes(manifest, role))}"
         yield f"{'':<11} {_weights(manifest, role, entry)}"
         more = (*describe_trial(entry)[:1], *(_describe_adapter(adapter).strip() for adapter in entry.adapters))
         yield from (f"{'':<11} {line}" for line in more)
@@ -245,7 +223,7 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     yield f"{role}: {entry.source.architecture} from {entry.source.name} (sha256 {entry.source.sha256[:16]})"
     yield (
         f"  {entry.parameters.total / 1e6:.1f} M parameters, {entry.dtype}, backend {entry.backend}, "
-        f"{entry.engine.path}, {_size(_engine_bytes(manifest, role))}"
+        f"{entry.engine.path}, {_size(engine_bytes(manifest, role))}"
     )
     limit = "no limit" if entry.max_positions is None else str(entry.max_positions)
     yield f"  {_layers_line(entry)}, V {entry.vocab_size}, positions: {limit}"

@@ -116,20 +116,33 @@ class EngineMetrics:
     """Metrics of one engine; an ``EngineObserver``, and a collector of Prometheus.
 
     They are registered once; ``registry`` None makes a new one, with the metrics of the process. ``model_name`` and
-    ``engine`` are values of labels; ``"0"`` is that of a vLLM of one engine.
+    ``engine`` are values of labels; ``"0"`` is that of a vLLM of one engine. ``beside`` are those of another model,
+    on whose page these come too.
     """
 
-    def __init__(self, model_name: str, registry: CollectorRegistry | None = None, *, engine: str = "0") -> None:
+    def __init__(
+        self,
+        model_name: str,
+        registry: CollectorRegistry | None = None,
+        *,
+        engine: str = "0",
+        beside: "EngineMetrics | None" = None,
+    ) -> None:
         self.model_name = model_name
         self._labels = (model_name, engine)
         self._lock = threading.Lock()
         self._counts = EngineCounts(refused={QUEUE_FULL: 0})
         self._engine: SpecEngine | None = None
-        if registry is None:
+        self._page: list[EngineMetrics] = [] if beside is None else beside._page  # of this class
+        self._page.append(self)
+        if beside is not None:
+            registry = beside.registry
+        elif registry is None:
             registry = CollectorRegistry()
             ProcessCollector(registry=registry)
-        self.registry = registry
-        self.registry.register(self)
+        self.registry: CollectorRegistry = registry
+        if beside is None:
+            self.registry.register(self)
 
     def attach(self, engine: "SpecEngine") -> None:
         """Count what an engine does from now on, and read how busy it is when asked."""
@@ -137,6 +150,10 @@ class EngineMetrics:
             self._counts.set_limits(engine.max_model_len, engine.lookahead)
         self._engine = engine
         engine.add_observer(self)
+
+    def detach(self) -> None:
+        """The engine was closed; what was counted stays."""
+        self._engine = None
 
     def on_round(self, record: "RoundRecord") -> None:
         """Count a step (decoding thread)."""
@@ -173,7 +190,12 @@ class EngineMetrics:
         return [Metric(family.name, family.documentation, family.type) for family in self.collect()]
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics, for Prometheus' client."""
+        """The metrics of all engines of the page, each family once, for Prometheus' client."""
+        for families in zip(*[each._families() for each in self._page], strict=True):
+            families[0].samples = [sample for family in families for sample in family.samples]
+            yield families[0]
+
+    def _families(self) -> Iterator[Metric]:
         counts = self.counts()
         yield from self._gauges(counts)
         for name, (where, text) in _NUMBERS.items():

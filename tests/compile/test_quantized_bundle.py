@@ -22,13 +22,14 @@ from specexport.compile.check import (
 from specexport.compile.closeness import Closeness, measure_closeness
 from specexport.compile.command import format_summary
 from specexport.compile.pipeline import BuildResult, build_bundle
-from specexport.inspect import describe, kv_bytes_per_token
+from specexport.inspect import describe
 from specexport.passes.block_format import _locate_panels, parse_layout
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.bundle.quant_kinds import KINDS
+from specexport_runtime.bundle.sizes import kv_bytes_per_token
 from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.executors.open import open_executor
 from specexport_runtime.executors.ort import OrtExecutor

@@ -61,7 +61,7 @@ def test_the_entry_point_is_a_command_that_exists_and_does_not_start_without_a_k
     assert command == "serve"
     with click.Context(serve) as context:
         serve.parse_args(context, [*arguments, "--model-name", "demo", "--max-num-seqs", "8"])
-    assert (context.params["bundle"], context.params["host"]) == (Path("/bundle"), "0.0.0.0")
+    assert (context.params["bundle"], context.params["host"]) == ((Path("/bundle"),), "0.0.0.0")
     assert str(context.params["port"]) == stage["EXPOSE"]
     health = json.loads(stage["HEALTHCHECK"].partition("CMD ")[2])
     assert health[:2] == ["python", "-c"]

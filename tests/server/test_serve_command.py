@@ -40,6 +40,8 @@ BAD_OPTIONS = {
     ("--api-key", ""): "--api-key is empty", ("--host", "0.0.0.0"): "no API key was given",
     ("--host", "some-name"): "no API key was given", ("--drafter", "wish"): "--drafter",
     ("--num-speculative-tokens", "some"): "'some' is neither an integer nor 'auto'",
+    ("--idle-unload", "0"): "--idle-unload is 0", ("--memory", "lots"): "--memory is 'lots'",
+    ("--bundles", "/nonexistent"): "--bundles /nonexistent has no bundle in it",
     ("--api-key-file", "/nonexistent/key"): "--api-key-file /nonexistent/key cannot be read: No such file",
 }  # fmt: skip
 
@@ -124,6 +126,47 @@ def test_a_bundle_that_is_missing_or_does_not_fit(tmp_path, demo_bundle):
         assert (result.returncode, result.stdout) == (code, ""), result
         [line] = result.stderr.splitlines()  # it did not say that it listens
         assert line.startswith("error: ")
+
+
+def test_several_bundles_that_cannot_be_told_apart_are_refused(capsys, demo_bundle, tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same").symlink_to(demo_bundle)
+    (tmp_path / "a" / "two words").symlink_to(demo_bundle)
+    (tmp_path / "a" / ".same.old-1").symlink_to(demo_bundle)  # what a build leaves is none
+    one, other, spaced = tmp_path / "a" / "same", tmp_path / "b" / "same", tmp_path / "a" / "two words"
+    for arguments, message in (
+        ([], "no bundle was given"),
+        ([one, other], f"{one} and {other} would be models of one name, 'same'"),
+        ([one, "--bundles", tmp_path / "a"], f"{one} and {one} would be models of one name"),
+        ([one, spaced], f"the name of {spaced} is 'two words'"),
+        ([one, demo_bundle, "--model-name", "mine"], "--model-name was given with several bundles"),
+        ([one, demo_bundle, "--max-model-len", "999999"], "max_model_len is 999999"),
+        ([one, "--memory", "1MiB"], "--memory is 1.0 MiB, and"),
+    ):
+        code, line = fails(capsys, *map(str, arguments))
+        assert (code, message in line) == (2, True), line
+
+
+def test_a_folder_of_bundles_is_served_and_drained(demo_bundle, tmp_path):
+    for name in ("one", "other", ".one.old-1"):
+        (tmp_path / name).symlink_to(demo_bundle)
+    start = ("-m", "specexport_runtime", "serve", "--bundles")
+    with ServerProcess(tmp_path, "--idle-unload", "600", "--memory", "8GiB", start=start) as server:
+        server.wait_until_ready()
+        models = patience.get(f"{server.url}/v1/models").json()["data"]
+        assert [model["id"] for model in models] == ["one", "other"]
+        ask = {"prompt": "x = 1\nx =", "max_tokens": 7, "temperature": 0}
+        texts = {
+            patience.post(f"{server.url}/v1/completions", json=ask | {"model": name}).json()["choices"][0]["text"]
+            for name in ("one", "other", "one")
+        }
+        assert len(texts) == 1
+        server.tell()
+        code, errors = server.end()
+    assert code == 0
+    assert [errors.count(f"{verb} {name}") for verb in ("Opened", "Closed") for name in ("one", "other")] == [1] * 4
+    assert "Traceback" not in errors
 
 
 def test_without_the_extra_the_package_is_named(capsys, demo_bundle, monkeypatch):

@@ -1,9 +1,12 @@
 """``specexport serve``. Imports nothing of the extra ``serve`` until it runs."""
 
+import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -11,9 +14,17 @@ import click
 from specexport_runtime.cli.grouped import GroupedCommand, add_under_heading
 from specexport_runtime.cli.options import NumberOr, engine_flags, find_bundle, pop_engine_options
 from specexport_runtime.engine_options import Use
-from specexport_runtime.errors import MissingDependencyError, make_install_hint
+from specexport_runtime.errors import MissingDependencyError, UserInputError, make_install_hint
+from specexport_runtime.intake.checks import parse_bytes
 from specexport_runtime.intake.speculative_config import METHODS
-from specexport_runtime.server.config import ServerConfig, check_key, get_flag_name, read_keys
+from specexport_runtime.server.config import (
+    ServerConfig,
+    check_key,
+    check_seconds,
+    check_word,
+    get_flag_name,
+    read_keys,
+)
 
 KEY_VARIABLE = "SPECEXPORT_API_KEY"
 """The names of drafters that ``generate`` has, and those of ``speculative_config``."""
@@ -33,6 +44,21 @@ def _server_options(heading: str) -> list[Callable[[Any], Any]]:
 
 
 _NAME = click.option("--model-name", help="Name of the model for clients.  [default: the bundle folder's name]")
+_MODELS = (
+    click.option(
+        "--bundles",
+        "folder",
+        type=click.Path(path_type=Path),
+        metavar="FOLDER",
+        help="Serve all bundles that lie in FOLDER, too. Several are opened when they are asked for.",
+    ),
+    click.option("--idle-unload", type=float, metavar="SECONDS", help="Close a model that rests.  [default: never]"),
+    click.option(
+        "--memory",
+        metavar="SIZE",
+        help="Most memory of all open models, weights and whole KV caches, 8GiB for example: those that rest make way.",
+    ),
+)
 _KEYS = (
     click.option(
         "--api-key",
@@ -71,18 +97,21 @@ _DRAFTING = (
 
 @click.command(
     cls=GroupedCommand,
-    first="host port model_name api_keys drafter num_speculative_tokens max_num_seqs max_model_len num_threads "
+    first="folder host port model_name api_keys drafter num_speculative_tokens max_num_seqs max_model_len num_threads "
     "log_format",
 )
-@click.argument("bundle", type=click.Path(path_type=Path))
-@add_under_heading("Server", *_server_options("Server"), _NAME)
+@click.argument("bundle", metavar="BUNDLE...", nargs=-1, type=click.Path(path_type=Path))
+@add_under_heading("Server", *_server_options("Server"), _NAME, *_MODELS)
 @add_under_heading("Access", *_KEYS)
 @add_under_heading("Limits", *_server_options("Limits"))
 @add_under_heading("Text", *_server_options("Text"))
 @add_under_heading("Drafting", *_DRAFTING)
 @engine_flags(Use.ANY, Use.BATCH, Use.SERVER)
 def serve(
-    bundle: Path,
+    bundle: tuple[Path, ...],
+    folder: Path | None,
+    idle_unload: float | None,
+    memory: str | None,
     drafter: str | None,
     num_speculative_tokens: int | str | None,
     model_name: str | None,
@@ -90,7 +119,7 @@ def serve(
     api_key_file: Path | None,
     **options: Any,
 ) -> int:
-    """Serve BUNDLE over HTTP, as OpenAI's API does."""
+    """Serve BUNDLE over HTTP, as OpenAI's API does; several by the `model` of a request, their folders' names."""
     from specexport_runtime.bundle.manifest import load_manifest
     from specexport_runtime.bundle.opened import check_num_seqs
 
@@ -102,12 +131,43 @@ def serve(
         check_num_seqs(options["max_num_seqs"], "--max-num-seqs")
     drafting = speculative_config(drafter, num_speculative_tokens)
     engine = replace(pop_engine_options(options), speculative_config=drafting, share_threads=True)
+    if idle_unload is not None:
+        check_seconds("--idle-unload", idle_unload)
+    num_bytes = None if memory is None else parse_bytes(memory, "--memory")
     run = _import_run()
-    bundle = find_bundle(bundle)
-    load_manifest(bundle)  # a mistyped folder is said before the server says that it listens
-    if model_name is None:
-        config = replace(config, model_name=_folder_name(bundle))
-    return run(bundle, config, engine)
+    bundles = [find_bundle(each) for each in bundle] + ([] if folder is None else _bundles_in(folder))
+    for each in bundles:
+        load_manifest(each)  # a mistyped folder is said before the server says that it listens
+    named = _named(bundles, model_name)
+    if len(named) == 1 and folder is None and idle_unload is None and memory is None:
+        [(name, path)] = named.items()
+        return int(run.run_server(partial(run.SpecEngine.load, path, engine), replace(config, model_name=name)))
+    pool = run.ModelPool(named, config, engine, idle_unload_s=idle_unload, memory=num_bytes)
+    return int(run.run_server(pool, config))
+
+
+def _bundles_in(folder: Path) -> list[Path]:
+    """The bundles that lie in a folder, by name, without what builds leave; UserInputError if there is none."""
+    from specexport_runtime.bundle.manifest import MANIFEST_NAME
+
+    if not (found := sorted(path.parent for path in folder.glob(f"[!.]*/{MANIFEST_NAME}"))):
+        raise UserInputError(f"--bundles {folder} has no bundle in it.", "give the folder in which bundles lie.")
+    return found
+
+
+def _named(bundles: Sequence[Path], model_name: str | None) -> dict[str, Path]:
+    """Bundles by the names of their models; UserInputError if there is none, or two would have one name."""
+    if not bundles:
+        raise UserInputError("no bundle was given.", "name one or more, or a folder of them with --bundles.")
+    if model_name is not None and len(bundles) > 1:
+        raise UserInputError("--model-name was given with several bundles.", "leave it out: their folders have names.")
+    named: dict[str, Path] = {}
+    for each in bundles:
+        name = model_name or _folder_name(each)
+        check_word("--model-name" if len(bundles) == 1 else f"the name of {each}", name)
+        if (other := named.setdefault(name, each)) is not each:
+            raise UserInputError(f"{other} and {each} would be models of one name, {name!r}.", "rename a folder.")
+    return named
 
 
 def _folder_name(bundle: Path) -> str:
@@ -136,11 +196,10 @@ def speculative_config(drafter: str | None, num_tokens: int | str | None) -> dic
     return config or None
 
 
-def _import_run() -> Callable[..., int]:
+def _import_run() -> ModuleType:
     try:
-        from specexport_runtime.server.run import run_server
+        return importlib.import_module("specexport_runtime.server.run")
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in _EXTRA:
             raise
         raise MissingDependencyError(f"{error.name} is not installed.", make_install_hint("serve")) from None
-    return run_server

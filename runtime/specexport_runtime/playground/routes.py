@@ -12,7 +12,7 @@ from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.server.errors import ApiError
-from specexport_runtime.server.state import state_of
+from specexport_runtime.server.state import ServerState, state_of
 
 router = APIRouter()
 
@@ -72,8 +72,16 @@ for _path in _FILES:
 
 @router.get("/playground.json", include_in_schema=False)
 async def describe(request: Request) -> dict[str, Any]:
-    """What the page must know: the model, its limits, and how it can draft."""
-    state = state_of(request)
+    """What the page must know: the model, which is the first one or that of the query, its limits, how it can draft."""
+    server = state_of(request)
+    if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):  # it may open a model
+        raise ApiError(403, "pages of other origins are told nothing.", code="cross_origin")
+    name = request.query_params.get("model", server.states[0].config.model_name)
+    async with server.lease(request, name) as state:
+        return _facts(state)
+
+
+def _facts(state: ServerState) -> dict[str, Any]:
     if state.engine is None:
         raise ApiError(
             503, "the model is loading.", kind="service_unavailable", code="loading", headers={"Retry-After": "1"}

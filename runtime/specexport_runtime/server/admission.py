@@ -55,7 +55,7 @@ class Admission:
         if has_body(headers):
             check_content(headers)
             self._check_length(headers)
-        if scope["method"] == "POST":
+        if scope["method"] == "POST" and (state.draining or not state.opens_when_asked):
             require_engine(state)
         return owner
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from specexport_runtime.async_engine import MAX_AT_A_TIME, AsyncRequest, AsyncSpecEngine, Lane
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.requests.results import GenerationResult, StreamChunk, StreamPiece
+from specexport_runtime.server.admission import require_engine
 from specexport_runtime.server.answer_format import AnswerFormat, build_usage, prompt_logprobs_json, prompt_pieces
 from specexport_runtime.server.errors import (
     ApiError,
@@ -25,6 +26,7 @@ from specexport_runtime.server.json_text import LongList
 from specexport_runtime.server.log_format import log_fields
 from specexport_runtime.server.responses_format import ResponsesFormat
 from specexport_runtime.server.sse import EventStream
+from specexport_runtime.server.state import ServerState
 from specexport_runtime.server.token_text import TokenTexts
 from specexport_runtime.server.translate import RequestPlan
 
@@ -58,13 +60,14 @@ class Answer(Response):
 
     def __init__(
         self,
-        engine: AsyncSpecEngine,
+        lease: Callable[[], AbstractAsyncContextManager[ServerState]],  # of the model that answers
         owner: str,
-        prepare: Callable[[], Awaitable[PreparedRequest]],
+        prepare: Callable[[ServerState], Awaitable[PreparedRequest]],
         timeout_s: float,  # the request's, waiting included
     ) -> None:
         super().__init__()
-        self._engine, self._owner, self._prepare, self._timeout_s = engine, owner, prepare, timeout_s
+        self._lease, self._owner, self._prepare, self._timeout_s = lease, owner, prepare, timeout_s
+        self._engine: AsyncSpecEngine
         self._plan: RequestPlan
         self._form: AnswerForm
         self._echoed: set[int] = set()  # choices whose echo was told to its end
@@ -74,9 +77,10 @@ class Answer(Response):
         stream, log = EventStream(send), scope.get("state", {}).get("log")
         requests: list[AsyncRequest] = []
         try:
-            async with interrupt_on_disconnect(receive, self._timeout_s):
+            async with interrupt_on_disconnect(receive, self._timeout_s), self._lease() as model:
+                self._engine = require_engine(model)
                 with self._engine.hold_place(self._owner):
-                    self._plan, self._form, self._texts = await self._prepare()
+                    self._plan, self._form, self._texts = await self._prepare(model)
                 self._pieces: list[list[StreamPiece]] = [[] for _ in self._plan.specs]
                 self._results: list[GenerationResult | None] = [None] * len(self._plan.specs)
                 requests = await self._submit()

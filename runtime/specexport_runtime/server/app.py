@@ -16,7 +16,7 @@ from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, ErrorBody, as_api_error
 from specexport_runtime.server.guard import Guard, count_refused_request
 from specexport_runtime.server.logs import AccessLog
-from specexport_runtime.server.models import describe_models, resolve_adapter
+from specexport_runtime.server.models import describe_models, no_such_model
 from specexport_runtime.server.page import find_page
 from specexport_runtime.server.state import ServerState, state_of
 from specexport_runtime.server.tracing import Tracing
@@ -31,7 +31,9 @@ router = APIRouter()
 _RETRY_AFTER_S = 5
 
 
-def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = None) -> FastAPI:
+def create_app(
+    engine: AsyncSpecEngine | None, config: ServerConfig | None = None, state: ServerState | None = None
+) -> FastAPI:
     """The application; ``engine`` None for one that is loaded later: call ``app.state.server.use_engine`` then."""
     settings = config or ServerConfig()
     app = FastAPI(
@@ -42,7 +44,8 @@ def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = Non
         telemetry=_NO_TELEMETRY_OF_ITS_OWN,
         responses={"4XX": {"model": ErrorBody, "description": "The request was refused."}},
     )
-    state = ServerState(settings, metrics=EngineMetrics(settings.model_name), started=int(time.time()))
+    if state is None:
+        state = ServerState(settings, metrics=EngineMetrics(settings.model_name), started=int(time.time()))
     app.state.server = state
     if engine is not None:
         state.use_engine(engine)
@@ -63,7 +66,7 @@ def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = Non
 
 
 def _refuse(request: Request, error: ApiError) -> Response:
-    count_refused_request(state_of(request), error)
+    count_refused_request(getattr(request.state, "served", state_of(request)), error)
     return error.response()
 
 
@@ -119,16 +122,17 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/v1/models", tags=["models"])
 async def models(request: Request) -> dict[str, Any]:
-    """The model that is served, and its LoRA adapters."""
+    """The models that are served, and their LoRA adapters."""
     return {"object": "list", "data": describe_models(state_of(request))}
 
 
 @router.get("/v1/models/{model_id:path}", tags=["models"])
 async def model(request: Request, model_id: str) -> dict[str, Any]:
     """The model of that name."""
-    state = state_of(request)
-    resolve_adapter(model_id, None if state.engine is None else state.engine.engine, state.config.model_name)
-    return next(model for model in describe_models(state) if model["id"] == model_id)
+    found = {model["id"]: model for model in describe_models(state_of(request))}
+    if model_id not in found:
+        raise no_such_model(model_id, list(found))
+    return found[model_id]
 
 
 def _accepts_openmetrics(request: Request) -> bool:

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.server.admission import require_engine
 from specexport_runtime.server.answer import Answer, AnswerForm, PreparedRequest
@@ -62,30 +61,31 @@ async def answer(
     form_of: Callable[[Body, RequestPlan], Callable[..., AnswerForm]],
 ) -> Answer:
     """The answer to a body of the kind ``model``, in the JSON of its endpoint; its id begins with ``prefix``."""
-    state = state_of(request)
-    service, owner, data = require_engine(state), get_owner(request), await read_request_body(request)
+    server, owner, data = state_of(request), get_owner(request), await read_request_body(request)
 
-    def plan(body: Body) -> PreparedRequest:
-        plan = plan_of(body, service.engine, state.config, owner)
+    def plan(state: ServerState, body: Body) -> PreparedRequest:
+        engine = require_engine(state).engine
+        plan = plan_of(body, engine, state.config, owner)
         note_request(request, state, plan, body)
         name = getattr(request.state, "request_id", None) or secrets.token_hex(12)
-        bundle = service.engine.fingerprint
-        fingerprint = None if bundle is None else f"fp_{bundle[:12]}"
+        fingerprint = None if engine.fingerprint is None else f"fp_{engine.fingerprint[:12]}"
         header = Header(f"{prefix}{name}", int(time.time()), plan.model or state.config.model_name, fingerprint)
-        texts = None if plan.logprobs is None and plan.prompt_logprobs is None else _token_texts(request, service)
+        texts = None if plan.logprobs is None and plan.prompt_logprobs is None else _token_texts(state)
         shown = None if plan.logprobs is None else texts
         return PreparedRequest(plan, form_of(body, plan)(header, texts=shown, origins=plan.origins), texts)
 
-    async def prepare() -> PreparedRequest:
+    async def prepare(state: ServerState) -> PreparedRequest:
+        service = require_engine(state)
         body = await run_beside_event_loop(service, owner, len(data), partial(parse_body, data, model))
-        return await run_beside_event_loop(service, owner, len(data), partial(plan, body), compiles=may_compile(body))
+        return await run_beside_event_loop(
+            service, owner, len(data), partial(plan, state, body), compiles=may_compile(body)
+        )
 
-    return Answer(service, owner, prepare, state.config.request_timeout_s)
+    return Answer(partial(server.lease, request, data), owner, prepare, server.config.request_timeout_s)
 
 
-def _token_texts(request: Request, engine: AsyncSpecEngine) -> TokenTexts:
-    """Of the server's tokenizer; made when they are first asked for."""
-    texts: TokenTexts | None = getattr(request.app.state, "token_texts", None)
-    if texts is None:
-        texts = request.app.state.token_texts = TokenTexts(engine.engine.tokenizer)
-    return texts
+def _token_texts(state: ServerState) -> TokenTexts:
+    """Of the model's tokenizer; made when they are first asked for."""
+    if state.token_texts is None:
+        state.token_texts = TokenTexts(require_engine(state).engine.tokenizer)
+    return state.token_texts

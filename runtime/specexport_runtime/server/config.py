@@ -41,13 +41,15 @@ def _make_range_check(low: int, high: int | None = None) -> Callable[[str, Any],
     return check
 
 
-def _check_seconds(flag: str, value: Any) -> None:
+def check_seconds(flag: str, value: Any) -> None:
+    """Refuse what is no time to wait (InvalidRequestError)."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not 0 < value <= _LONGEST_S:
         raise InvalidRequestError(f"{flag} is {value!r}.", f"give seconds, more than 0 and at most {_LONGEST_S:.0f}.")
 
 
-def _check_word(flag: str, value: str) -> None:
+def check_word(flag: str, value: str) -> None:
+    """Refuse what is no name (InvalidRequestError)."""
     if not value or len(value) > _LONGEST_NAME or not value.isprintable() or " " in value:
         raise InvalidRequestError(
             f"{flag} is {value!r}.", f"give 1 to {_LONGEST_NAME} printable characters without spaces."
@@ -61,7 +63,7 @@ class ServerConfig:
     host: str = _setting(
         "127.0.0.1",
         "Address to bind to; other machines than this one need --api-key or --insecure.",
-        _check_word,
+        check_word,
         "Server",
     )
     port: int = _setting(8000, "TCP port; 0 takes a free one.", _make_range_check(0, 65535), "Server")
@@ -100,13 +102,13 @@ class ServerConfig:
     keep_alive_timeout_s: float = _setting(
         75.0,
         "Seconds that a connection may rest between requests; give more than the proxy in front keeps its own.",
-        _check_seconds,
+        check_seconds,
     )
-    request_timeout_s: float = _setting(600.0, "Seconds that a request may take, waiting included.", _check_seconds)
-    body_timeout_s: float = _setting(30.0, "Seconds that a client may take to send its body.", _check_seconds)
-    drain_timeout_s: float = _setting(30.0, "Seconds that requests may go on after SIGTERM.", _check_seconds)
+    request_timeout_s: float = _setting(600.0, "Seconds that a request may take, waiting included.", check_seconds)
+    body_timeout_s: float = _setting(30.0, "Seconds that a client may take to send its body.", check_seconds)
+    drain_timeout_s: float = _setting(30.0, "Seconds that requests may go on after SIGTERM.", check_seconds)
     stuck_after_s: float = _setting(
-        60.0, "Seconds without a round, while requests run, until it counts as dead.", _check_seconds
+        60.0, "Seconds without a round, while requests run, until it counts as dead.", check_seconds
     )
     scheduling_policy: str = _setting(
         "fcfs",
@@ -144,7 +146,7 @@ class ServerConfig:
                 raise InvalidRequestError(
                     f"{get_flag_name(each.name)} is {value!r}.", f"give one of {', '.join(said['choices'])}."
                 )
-        _check_word("--model-name", self.model_name)
+        check_word("--model-name", self.model_name)
         for name in self.allowed_hosts:
             _check_host_name(name)
         for key in self.api_keys:
@@ -212,7 +214,7 @@ def _parse_keys(lines: Iterable[str], path: Path) -> Iterable[str]:
 
 
 def _check_host_name(name: str) -> None:
-    _check_word("--allowed-host", name)
+    check_word("--allowed-host", name)
     if "/" in name or "*" in name or (":" in name and not name.startswith("[")):
         raise InvalidRequestError(
             f"--allowed-host is {name!r}.", "give a host name alone, without scheme, port or wildcard."

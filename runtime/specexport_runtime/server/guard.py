@@ -109,7 +109,7 @@ class _Exchange:
                 raise error
             abort()
             return
-        count_refused_request(self._server, told)
+        count_refused_request(self._state.get("served", self._server), told)
         await told.response()(self.scope, receive, self.send)
 
 

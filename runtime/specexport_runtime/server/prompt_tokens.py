@@ -13,7 +13,7 @@ from specexport_runtime.server.errors import ApiError, invalid_error, over_limit
 
 T = TypeVar("T")
 
-_SHORT, _LONG = 2000, 2**15
+SHORT, _LONG = 2000, 2**15
 """Bytes of a body: shorter ones are worked on at once, longer ones among those that take long."""
 
 
@@ -21,7 +21,7 @@ async def run_beside_event_loop(
     service: AsyncSpecEngine, owner: str, length: int, work: Callable[[], T], *, compiles: bool = False
 ) -> T:
     """The result of work on a body of so many bytes, done where it keeps no other client waiting."""
-    if length <= _SHORT and not compiles:
+    if length <= SHORT and not compiles:
         return work()
     lane: Lane = "forms" if compiles else "brief" if length <= _LONG else "long"
     return await service.run_aside(work, owner, lane=lane)

@@ -1,59 +1,57 @@
 """Run a server until it is told to stop: listen, load, answer, drain."""
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import has_budgets
 from specexport_runtime.server.listener import bind, format_url, loop_factory, make_http_server
 from specexport_runtime.server.log_format import log_config
+from specexport_runtime.server.model_pool import ModelPool, load_in_thread
 
 _log = logging.getLogger("specexport.server")
 _STUCK_S = 30.0
 """A round that takes longer than this after the drain will not end."""
 
 
-def run_server(bundle: Path, config: ServerConfig, options: EngineOptions) -> int:
-    """Serve a bundle until SIGTERM or Ctrl-C; returns 0 after a drain, which a second signal ends."""
+def run_server(served: Callable[[], SpecEngine] | ModelPool, config: ServerConfig) -> int:
+    """Serve until SIGTERM or Ctrl-C what is loaded, or a pool; returns 0 after a drain, which a second signal ends."""
     # Long texts have a thread of their own: tokenizers need not start more.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     listener = bind(config)
     with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_ServerRun(listener, config, lambda: SpecEngine.load(bundle, options)).run())
+        return runner.run(_ServerRun(listener, config, served).run())
 
 
 class _ServerRun:
-    """One run of a server on a socket that listens."""
+    """One run of a server on a socket that listens; ``served`` loads its model, or is the pool of several."""
 
-    def __init__(self, listener: socket.socket, config: ServerConfig, load: Callable[[], SpecEngine]) -> None:
-        self._listener, self._config, self._load = listener, config, load
+    def __init__(
+        self, listener: socket.socket, config: ServerConfig, served: Callable[[], SpecEngine] | ModelPool
+    ) -> None:
+        self._config, self._served, self._url = config, served, format_url(listener, config)
+        self._listener = listener
         self._stop = asyncio.Event()
-        self._app = create_app(None, config)
+        self._app = create_app(None, config, served if isinstance(served, ModelPool) else None)
 
     async def run(self) -> int:
         """From the first answer of ``/health`` to the last of a request; the exit code."""
         self._watch_signals()
         server = make_http_server(self._app, self._config, log_config(self._config.log_format))
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
-        _log.info("Listening at %s; the model is being loaded.", format_url(self._listener, self._config))
         try:
-            engine = await self._load_engine()
+            engine = await self._open()
             if engine is not None:
-                _log.info("Serving %s at %s.", self._config.model_name, format_url(self._listener, self._config))
                 await self._wait_unless_signalled(serving)
                 await self._drain(engine)
         finally:
@@ -66,23 +64,21 @@ class _ServerRun:
             _exit_process(0)  # the interpreter would wait for it
         return 0
 
-    async def _load_engine(self) -> AsyncSpecEngine | None:
-        """Load in a thread; None if the server was told to stop meanwhile."""
-        loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[SpecEngine] = loop.create_future()
+    async def _open(self) -> AsyncSpecEngine | ModelPool | None:
+        """What answers, from now on; None if the server was told to stop meanwhile."""
+        served = self._served
+        if isinstance(served, ModelPool):
+            _settle_memory()
+            _log.info("Serving %d models at %s.", len(served.states), self._url)
+            return served
+        _log.info("Listening at %s; the model is being loaded.", self._url)
 
-        def work() -> None:
-            try:
-                set_it, value = loaded.set_result, self._load()
-                gc.collect()
-                gc.freeze()  # what a server has stays: each whole collection would go through it, 60 to 140 ms
-                gc.set_threshold(*gc.get_threshold()[:2], 2)  # 10 as usual: one took 52 ms of the loop, not 19
-            except BaseException as error:
-                set_it, value = loaded.set_exception, error  # type: ignore[assignment]
-            with contextlib.suppress(RuntimeError):  # the loop may be over
-                loop.call_soon_threadsafe(set_it, value)
+        def load() -> SpecEngine:
+            engine = served()
+            _settle_memory()
+            return engine
 
-        threading.Thread(target=work, name="specexport-load", daemon=True).start()
+        loaded = load_in_thread(load)
         await self._wait_unless_signalled(loaded)
         if self._stop.is_set():
             self._app.state.server.draining = True
@@ -91,6 +87,7 @@ class _ServerRun:
         if self._config.thinking_budget is not None and not has_budgets(engine.engine, self._config):
             _log.warning("--thinking-budget has no effect: this model does not think, or no token ends its thinking.")
         self._app.state.server.use_engine(engine)
+        _log.info("Serving %s at %s.", self._config.model_name, self._url)
         return engine
 
     async def _wait_unless_signalled(self, work: "asyncio.Future[Any]") -> None:
@@ -99,7 +96,7 @@ class _ServerRun:
         await asyncio.wait({told, work}, return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
 
-    async def _drain(self, engine: AsyncSpecEngine) -> None:
+    async def _drain(self, engine: AsyncSpecEngine | ModelPool) -> None:
         self._app.state.server.draining = True
         limit = self._config.drain_timeout_s
         _log.info("Draining: %d sequences go on for up to %g s.", engine.num_active, limit)
@@ -116,6 +113,12 @@ class _ServerRun:
         if self._stop.is_set():
             _exit_process(128 + number)
         self._stop.set()
+
+
+def _settle_memory() -> None:
+    gc.collect()
+    gc.freeze()  # what a server has stays: each whole collection would go through it, 60 to 140 ms
+    gc.set_threshold(*gc.get_threshold()[:2], 2)  # 10 as usual: one took 52 ms of the loop, not 19
 
 
 async def _wait_or_exit(work: Any, seconds: float) -> Any:

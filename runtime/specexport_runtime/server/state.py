@@ -1,8 +1,9 @@
 """What the routes of one server share."""
 
 import logging
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.errors import EngineDeadError, InvalidRequestError
@@ -13,19 +14,24 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from specexport_runtime.metrics import EngineMetrics
+    from specexport_runtime.server.token_text import TokenTexts
 
 _log = logging.getLogger("specexport.server")
 
 
 @dataclass
 class ServerState:
-    """One server's engine and settings, kept in ``app.state.server``."""
+    """One server's engine and settings, kept in ``app.state.server``; of a ``ModelPool``, those of one model."""
 
     config: ServerConfig
     engine: AsyncSpecEngine | None = None  # None until it is loaded
     metrics: "EngineMetrics | None" = None
     draining: bool = False  # no request is admitted any more
     started: int = 0  # when it was made, seconds since the epoch
+    max_model_len: int | None = None  # None until it is known
+    adapters: tuple[str, ...] = ()  # LoRA adapters that requests may name
+    token_texts: "TokenTexts | None" = None  # of the engine's tokenizer, once they are asked for
+    opens_when_asked: ClassVar[bool] = False  # requests are taken while there is no engine
 
     _said_dead: bool = False
 
@@ -54,6 +60,24 @@ class ServerState:
         engine.engine.stuck_after_s = self.config.stuck_after_s
         engine.engine.add_observer(NeverAccepted(_log.warning))
         self.engine = engine
+        self.max_model_len, self.adapters = engine.engine.max_model_len, engine.engine.adapters
+
+    def drop_engine(self) -> AsyncSpecEngine:
+        """Answer with the engine no more; it is to be closed."""
+        assert self.engine is not None  # noqa: S101  # it is open
+        dropped, self.engine, self.token_texts = self.engine, None, None
+        if self.metrics is not None:
+            self.metrics.detach()
+        return dropped
+
+    def lease(self, request: "Request", asked: bytes | str | None) -> AbstractAsyncContextManager["ServerState"]:  # noqa: ARG002
+        """The state of the model that a body or a name asks for, open until the block is left; here there is one."""
+        return nullcontext(self)
+
+    @property
+    def states(self) -> "list[ServerState]":
+        """Those of all models."""
+        return [self]
 
 
 def state_of(request: "Request") -> ServerState:

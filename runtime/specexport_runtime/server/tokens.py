@@ -1,6 +1,7 @@
 """``/tokenize``, ``/detokenize`` and ``/version``, with vLLM's names."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, TypeVar
 
@@ -20,7 +21,7 @@ from specexport_runtime.server.models import resolve_adapter
 from specexport_runtime.server.parsing import parse_body, read_request_body, request_body
 from specexport_runtime.server.prompt_tokens import check_length, encode, run_beside_event_loop
 from specexport_runtime.server.protocol import MAX_ITEMS, Message, PromptEnd, StrictModel, TokenIds, Tools
-from specexport_runtime.server.state import state_of
+from specexport_runtime.server.state import ServerState, state_of
 
 router = APIRouter(tags=["tokens"])
 
@@ -63,16 +64,21 @@ async def _answer_request(
     request: Request, model: type[Body], work: Callable[[Body, SpecEngine, ServerConfig], Any]
 ) -> Response:
     """The answer of work on a body; both are bounded by the tokens of a prompt."""
-    state = state_of(request)
-    service, data = require_engine(state), await read_request_body(request)
+    server, data = state_of(request), await read_request_body(request)
 
-    def build_response() -> Response:
+    def build_response(state: ServerState, engine: SpecEngine) -> Response:
         body = parse_body(data, model)
-        resolve_adapter(body.model, service.engine, state.config.model_name)
-        return JSONResponse(work(body, service.engine, state.config))
+        resolve_adapter(body.model, engine, state.config.model_name)
+        return JSONResponse(work(body, engine, state.config))
 
-    async with interrupt_on_disconnect(request.receive, state.config.request_timeout_s):
-        return await run_beside_event_loop(service, get_owner(request), len(data), build_response)
+    async with (
+        interrupt_on_disconnect(request.receive, server.config.request_timeout_s),
+        server.lease(request, data) as state,
+    ):
+        service = require_engine(state)
+        return await run_beside_event_loop(
+            service, get_owner(request), len(data), partial(build_response, state, service.engine)
+        )
 
 
 def _tokenize(body: TokenizeRequest, engine: SpecEngine, config: ServerConfig) -> dict[str, Any]:

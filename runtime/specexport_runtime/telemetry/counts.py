@@ -112,7 +112,8 @@ class EngineCounts:
     def set_limits(self, longest: int, lookahead: int) -> None:
         """Fit to an engine: the longest request that it takes, and the longest draft."""
         for name in ("prompt_tokens", "generation_tokens", "max_tokens"):
-            self.histograms[name] = Histogram(length_bounds(longest))
+            if list(self.histograms[name].bounds) != list(bounds := length_bounds(longest)):  # else it is opened again
+                self.histograms[name] = Histogram(bounds)
         self.accepted += [0] * (lookahead + 1 - len(self.accepted))
 
     def add_round(self, record: "RoundRecord", now: float) -> None:

@@ -60,7 +60,7 @@ class ServerProcess:
     def wait_until_ready(self) -> "ServerProcess":
         for line in self.process.stderr:
             self._said += line
-            if found := re.search(r"Serving \S+ at (http://\S+:\d+)\.", line):
+            if found := re.search(r"Serving .+ at (http://\S+:\d+)\.", line):
                 self.url = found[1]
                 return self
         raise AssertionError(self._said)

@@ -25,11 +25,11 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
 def fake_engine(
-    rows: int = 4, *, step_seconds: float = 0.0, adapters: tuple[str, ...] = (), **options: Any
+    rows: int = 4, *, step_seconds: float = 0.0, adapters: tuple[str, ...] = (), seed: int = 0, **options: Any
 ) -> SpecEngine:
     """An engine of two tiny numpy models that talks in the words w0 … w16; a step of the target takes so long."""
-    target = FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 16, num_adapters=len(adapters))
-    draft = options.pop("draft", None) or FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 16, noise=0.4)
+    target = FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 16, num_adapters=len(adapters), seed=seed)
+    draft = options.pop("draft", None) or FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 16, noise=0.4, seed=seed)
     if step_seconds:
         execute = target.execute
 
@@ -95,6 +95,11 @@ class Served:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(self._serve())
 
+    def make_app(self) -> None:
+        """Make what answers (in the event loop)."""
+        self.engine = AsyncSpecEngine(self._make_engine(), max_waiting=self.config.max_waiting)
+        self.app = create_app(self.engine, self.config)
+
     async def _until_told(self) -> None:
         """As uvicorn's own, which looks only ten times a second whether it is to end."""
         await self._server.on_tick(0)
@@ -103,8 +108,7 @@ class Served:
     async def _serve(self) -> None:
         try:
             self.loop = asyncio.get_running_loop()
-            self.engine = AsyncSpecEngine(self._make_engine(), max_waiting=self.config.max_waiting)
-            self.app = create_app(self.engine, self.config)
+            self.make_app()
             self._server, self._told = make_http_server(self.app, self.config), asyncio.Event()
             self._server.main_loop = self._until_told  # type: ignore[method-assign]
             task = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))

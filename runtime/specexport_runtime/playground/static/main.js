@@ -41,7 +41,7 @@ function makeColumn(name) {
 
 async function loadBundle(retries) {
   try {
-    controls.show(await getJson("playground.json", controls.key));
+    controls.show(await getJson(`playground.json${location.search}`, controls.key));
     headline("Ready", "Run a prompt to see which tokens the draft got right.");
   } catch (error) {
     if (error.status !== 503 || !retries) return showError(error);
