@@ -174,7 +174,7 @@ class GrammarCompiler:
             self._compiled.move_to_end(key)
         if is_new:
             try:
-                found.set_result(self._start_next_piece(form) if form.beginning else self._compile(form))
+                found.set_result(self._compile_continued(form) if form.beginning else self._compile(form))
             except BaseException as error:
                 with self._lock:
                     if self._compiled.get(key) is found:
@@ -185,7 +185,7 @@ class GrammarCompiler:
             own = matcher.deep_copy()
         return own if len(form.text) <= UNTRIED or isinstance(own, Watched) else Watched(own)
 
-    def _start_next_piece(self, form: StructuredOutputs) -> Any:
+    def _compile_continued(self, form: StructuredOutputs) -> Any:
         """The matcher of a form after its beginning."""
         matcher, data = self._matcher(replace(form, beginning="")), form.beginning.encode()
         tokens, until = self._plain(data), time.monotonic() + MAX_S

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from specexport_runtime.sampling.schema_rules import anchors_of, comma_separated, schemas_of, target_of
+from specexport_runtime.sampling.schema_rules import anchors_of, list_under, schemas_of, target_of
 
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _OF_PYTHON = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string"}
@@ -42,16 +42,16 @@ def with_any_of(text: str) -> str:
             return shape_of(target_of(part["$ref"], schema, anchors), depth + 1)
         if id(part) not in known:
             known[id(part)] = _Shape()  # for what comes back to it
-            parts = [shape_of(each, depth + 1) for each in comma_separated(part, "allOf")]
+            parts = [shape_of(each, depth + 1) for each in list_under(part, "allOf")]
             properties = part["properties"] if isinstance(part.get("properties"), Mapping) else {}
-            names = [each for each in comma_separated(part, "required") if isinstance(each, str) and each in properties]
+            names = [each for each in list_under(part, "required") if isinstance(each, str) and each in properties]
             found = [(name, shape_of(properties[name], depth + 1).values) for name in names]
             keys = tuple((name, values) for name, values in found if values is not None)
             known[id(part)] = _all_of([_own_shape(part)._replace(keys=keys), *parts])
         return known[id(part)]
 
     for each in schemas_of(schema, anchors):
-        parts = comma_separated(each, "oneOf")
+        parts = list_under(each, "oneOf")
         if not parts or "anyOf" in each or not _are_exclusive([shape_of(part) for part in parts]):
             continue
         each["anyOf"] = each.pop("oneOf")
@@ -61,9 +61,9 @@ def with_any_of(text: str) -> str:
 
 def _own_shape(schema: Mapping[str, Any]) -> _Shape:
     """What its type and its constants say."""
-    types = [schema["type"]] if isinstance(schema.get("type"), str) else comma_separated(schema, "type")
+    types = [schema["type"]] if isinstance(schema.get("type"), str) else list_under(schema, "type")
     named = frozenset("number" if each == "integer" else each for each in types if isinstance(each, str)) or _TYPES
-    values = [schema["const"]] if "const" in schema else comma_separated(schema, "enum")
+    values = [schema["const"]] if "const" in schema else list_under(schema, "enum")
     if not values or not all(type(each) in _OF_PYTHON for each in values):
         return _Shape(named)
     known = frozenset((_OF_PYTHON[type(each)], each) for each in values)
@@ -80,16 +80,16 @@ def _are_exclusive(shapes: list[_Shape]) -> bool:
     """Whether no value can have two of the shapes."""
     for kind in _TYPES:
         group = [shape for shape in shapes if kind in shape.types]
-        if len(group) < 2 or _has_different_tokens(shape.values for shape in group):
+        if len(group) < 2 or _are_disjoint(shape.values for shape in group):
             continue
         keys = [dict(shape.keys) for shape in group]
         names = set(keys[0]).intersection(*keys[1:])
-        if kind != "object" or not any(_has_different_tokens(each[name] for each in keys) for name in names):
+        if kind != "object" or not any(_are_disjoint(each[name] for each in keys) for name in names):
             return False
     return True
 
 
-def _has_different_tokens(each: Iterable[_Values | None]) -> bool:
+def _are_disjoint(each: Iterable[_Values | None]) -> bool:
     """Whether values are known, and no two have one in common."""
     seen: set[tuple[str, Any]] = set()
     for values in each:

@@ -110,8 +110,8 @@ def _find_satisfiable(parts: list[_Part]) -> set[int]:
     left = dict.fromkeys(waiting, 0)  # groups of each schema in which none has begun
     for part in parts:
         groups = [[part.target]] if "$ref" in part.schema else []
-        groups += [[each] for each in comma_separated(part.schema, "allOf")]
-        groups += [comma_separated(part.schema, "anyOf"), comma_separated(part.schema, "oneOf")]
+        groups += [[each] for each in list_under(part.schema, "allOf")]
+        groups += [list_under(part.schema, "anyOf"), list_under(part.schema, "oneOf")]
         for group in groups:
             if group and all(id(each) in waiting for each in group):
                 left[id(part.schema)] += 1
@@ -129,7 +129,7 @@ def _find_satisfiable(parts: list[_Part]) -> set[int]:
     return set(begun)
 
 
-def comma_separated(schema: Mapping[str, Any], key: str) -> list[Any]:
+def list_under(schema: Mapping[str, Any], key: str) -> list[Any]:
     """The list that a keyword has; an empty one for anything else."""
     found = schema.get(key)
     return found if isinstance(found, list) else []

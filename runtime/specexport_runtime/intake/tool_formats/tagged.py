@@ -110,7 +110,7 @@ class Tagged(ToolFormat):
             yield None
         feed.at, stop = behind, found - len(self.line) * feed.text.endswith(self.line, begin, found)
         rest = json.dumps(feed.text[sent:stop], ensure_ascii=False)
-        yield Arguments(rest[1:] if is_text else _iterate_json_values(feed.text[begin:stop]))
+        yield Arguments(rest[1:] if is_text else _to_json_value(feed.text[begin:stop]))
         return True
 
     def rules(self, names: Sequence[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:  # noqa: ARG002
@@ -197,7 +197,7 @@ def _resolved(part: Any, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return part if isinstance(part, Mapping) and "$ref" not in part else None
 
 
-def _iterate_json_values(text: str) -> str:
+def _to_json_value(text: str) -> str:
     """A value that may be JSON; otherwise it is a text."""
     found = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip())  # as Python writes them
     return found if found == "null" or loads(found) is not None else json.dumps(text, ensure_ascii=False)
