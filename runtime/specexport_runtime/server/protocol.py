@@ -337,7 +337,7 @@ class ChatRequest(Choices):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     prediction: Prediction | None = None
-    echo: Refused[Literal[False]] = None
+    echo: bool | None = Field(default=None, description="The beginning of a message that is continued, before the rest.")
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -346,10 +346,17 @@ class ChatRequest(Choices):
     audio: Refused[None] = None
     modalities: Refused[Annotated[list[Literal["text"]], Field(fail_fast=True, min_length=1, max_length=1)]] = None
     reasoning_effort: Effort | None = Field(default=None, description="Where the chat template reads it.")
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        default=None, description="Most tokens that the model thinks; then its thinking is ended for it."
+    )
     verbosity: Refused[Literal["medium"]] = None
     web_search_options: Refused[None] = None
-    add_generation_prompt: Refused[Literal[True]] = None
-    continue_final_message: Refused[Literal[False]] = None
+    add_generation_prompt: bool | None = Field(
+        default=None, description="false: the prompt ends behind the last message."
+    )
+    continue_final_message: bool | None = Field(
+        default=None, description="Go on with the last message, of the assistant; with add_generation_prompt: false."
+    )
     chat_template: Refused[None] = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="Variables of the chat template, enable_thinking say."
