@@ -410,10 +410,11 @@ class AsyncSpecEngine:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         **options: Unpack[RequestOptions],
     ) -> GenerationResult:
         """Answer one conversation; arguments as :meth:`SpecEngine.chat`, errors as :meth:`generate`."""
-        encode = partial(self.engine.encode_chat, messages, tools, template_arguments)
+        encode = partial(self.engine.encode_chat, messages, tools, template_arguments, continue_final_message)
         prompt = await self.aside(encode, _owner_of(options), lane="brief")
         return (await self.generate(prompt, params, **options))[0]
 

@@ -280,6 +280,7 @@ class SpecEngine(PromptEncoder):
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         **options: Unpack[RequestOptions],
     ) -> GenerationResult:
         """Answer one conversation; the result's ``prompt`` is its token ids.
@@ -289,6 +290,7 @@ class SpecEngine(PromptEncoder):
             params: sampling parameters; None is greedy.
             tools: as :meth:`format_chat`. The text has the calls as the model writes them.
             template_arguments: as :meth:`format_chat`.
+            continue_final_message: as :meth:`format_chat`. The text is what comes behind the message.
             **options: as :meth:`submit`.
 
         Raises:
@@ -296,7 +298,8 @@ class SpecEngine(PromptEncoder):
             RequestFailedError: as :meth:`generate`.
             EndlessWaitError: as :meth:`generate`.
         """
-        return self.generate(self.encode_chat(messages, tools, template_arguments), params, **options)[0]
+        prompt = self.encode_chat(messages, tools, template_arguments, continue_final_message)
+        return self.generate(prompt, params, **options)[0]
 
     def check_form(self, form: StructuredOutputs) -> None:
         """Make ready for texts of a form; a request with it then begins at once. May take a second; any thread.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from specexport_runtime.requests.records import FORCED, Begun, Branch, DraftEnd, Proposal
 from specexport_runtime.requests.request import Request
-from specexport_runtime.sampling.grammar import Grammar
+from specexport_runtime.sampling.grammar import TokenRules
 
 
 class BegunDrafts:
@@ -46,7 +46,7 @@ class BegunDrafts:
         """Drafts, and behind each what the grammar of its request forces."""
         return [self._guarded(i, proposal, _extend) for i, proposal in enumerate(proposals)]
 
-    def _guarded(self, i: int, proposal: Proposal, change: Callable[[Grammar, Proposal, int], Proposal]) -> Proposal:
+    def _guarded(self, i: int, proposal: Proposal, change: Callable[[TokenRules, Proposal, int], Proposal]) -> Proposal:
         grammar = self._sequences[i].sampler.grammar
         if grammar is None or not proposal.tokens:
             return proposal
@@ -98,14 +98,14 @@ def _alone(begun: Begun) -> Proposal:
     return Proposal(begun.tokens, None, end, FORCED, forced=tuple(range(count)))
 
 
-def _fit(grammar: Grammar, proposal: Proposal, room: int) -> Proposal:
+def _fit(grammar: TokenRules, proposal: Proposal, room: int) -> Proposal:
     count, drawn_from = grammar.cut(proposal.tokens[:room]), proposal.distributions
     if count < room and drawn_from is not None and any(each is not None for each in drawn_from[count : count + 1]):
         count += 1
     return proposal if count == len(proposal.tokens) else shorten(proposal, count, "text")
 
 
-def _extend(grammar: Grammar, proposal: Proposal, room: int) -> Proposal:
+def _extend(grammar: TokenRules, proposal: Proposal, room: int) -> Proposal:
     count = len(proposal.tokens)
     tokens = grammar.forced(room - count, proposal.tokens) if grammar.cut(proposal.tokens) == count else []
     if not tokens:

@@ -1,7 +1,7 @@
 """From the text of an answer to what it consists of: thinking, text for the user, calls of functions."""
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from specexport_runtime.intake.tool_formats.base import (
@@ -34,6 +34,8 @@ class AnswerSyntax:
     format: ToolFormat | None = None  # how calls are written; None where none are looked for
     names: frozenset[str] = frozenset()  # functions that may be called
     most_calls: int | None = None  # further calls are left out; None for no limit
+    beginning: str = ""  # of the answer, which the prompt has: it is read first
+    echo: bool = False  # and told, in front of the rest
 
 
 @dataclass
@@ -60,6 +62,14 @@ class AnswerReader:
         self._syntax, self._feed = syntax, Feed()
         self._events = _read_answer(self._feed, syntax)
         self._begun = 0
+        self._untold: list[Event] = []  # of the beginning
+        self._held: tuple[type[Event], int] | None = None  # what is not told, as more was needed to read it: its length
+        if syntax.beginning:
+            told = self.take(syntax.beginning)
+            if syntax.echo:
+                self._untold = told
+            else:
+                self._hold(read_whole(replace(syntax, beginning=""), syntax.beginning, is_cut=True), told)
 
     @property
     def num_calls(self) -> int:
@@ -70,12 +80,26 @@ class AnswerReader:
     def take(self, text: str) -> list[Event]:
         """What new text brings."""
         self._feed.text += text
-        return list(self._until_more_is_needed())
+        untold, self._untold = self._untold, []
+        return untold + list(self._until_more_is_needed())
 
     def finish(self, *, is_cut: bool) -> list[Event]:
         """The rest, as no text follows; ``is_cut``: the answer ended by its length, wherever it was."""
         self._feed.ended, self._feed.is_cut = True, is_cut
-        return list(self._until_more_is_needed())
+        return self.take("")
+
+    def _hold(self, whole: Sequence[Event], told: Sequence[Event]) -> None:
+        """Leave out what follows of a beginning: ``whole``, if nothing came behind it, of which ``told`` is known."""
+        if whole and isinstance(last := join_neighbours(whole)[-1], (Content, ReasoningSpan)):
+            known = sum(len(each.text) for each in told if isinstance(each, type(last)))
+            self._held = type(last), len(last.text) - known
+
+    def _without_held(self, found: Event) -> Event | None:
+        held, self._held = self._held, None
+        if held is None or not isinstance(found, (Content, ReasoningSpan)) or not isinstance(found, held[0]):
+            return found
+        self._held = held[0], max(held[1] - len(found.text), 0)
+        return found._replace(text=found.text[held[1] :]) if len(found.text) > held[1] else None
 
     def _until_more_is_needed(self) -> Iterator[Event]:
         most = self._syntax.most_calls
@@ -88,7 +112,8 @@ class AnswerReader:
                     self._begun = most + 1
                     continue
                 self._begun += begins
-            yield found
+            if (new := self._without_held(found)) is not None:
+                yield new
 
 
 def read_parts(syntax: AnswerSyntax, text: str, *, is_cut: bool) -> AnswerParts:

@@ -26,7 +26,9 @@ from specexport_runtime.requests.results import Prompt
 from specexport_runtime.requests.text import TextStream
 from specexport_runtime.requests.token_bytes import ids_of
 from specexport_runtime.sampling.block import DEFAULT_RULE
+from specexport_runtime.sampling.grammar import TokenRules
 from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.thinking_budget import BudgetRules
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -95,17 +97,20 @@ class RequestBuilder:
         acceptance = DEFAULT_RULE if acceptance is None else acceptance
         check_acceptance(acceptance)
         exit_params = self._exit_params(options.get("draft_exit"), plan)
-        grammar = None
+        grammar: TokenRules | None = None
         if params.structured_outputs is not None and params.ignore_eos:
             raise InvalidRequestError(
                 "structured_outputs ends a text, and ignore_eos does not.", "leave one of them out."
             )
-        ids = self.encode(prompt)
+        ids, form = self.encode(prompt), None
         hidden = self._hidden(params)
         if params.structured_outputs is not None:
             silent = (self.special_tokens if hidden is None else hidden) if params.skip_special_tokens else ()
             follows_text = any(token not in silent for token in ids)
-            grammar = self.grammars.compile(params.structured_outputs, follows_text=follows_text)
+            grammar = form = self.grammars.compile(params.structured_outputs, follows_text=follows_text)
+        if params.thinking_budget is not None:
+            most = max(self.capabilities.lookahead, plan.tree_size, *[stage.lookahead for stage in plan.stages], 0)
+            grammar = BudgetRules(params.thinking_budget, self.vocab_size, form, most)
         return Request(
             index,
             ids,
@@ -120,7 +125,7 @@ class RequestBuilder:
                 reference=self.encode_reference(reference),
                 draft_exit=None if exit_params is None else DraftExit(exit_params),
                 layer_rules=rules,
-                forced_lookahead=self.capabilities.lookahead,
+                forced_lookahead=0 if form is None else self.capabilities.lookahead,
                 acceptance=acceptance,
             ),
             delivery=Delivery(

@@ -1,13 +1,13 @@
 """Chat templates: messages to prompt text, as model authors write it (Jinja), in a sandbox."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.intake.chat_forms import Form, find_form, write_whole
+from specexport_runtime.intake.chat_forms import Form, UnwrittenError, find_form, joined, write_whole
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -23,7 +23,12 @@ ANY_TOOL: dict[str, Any] = {
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of what was thought; templates read the first two."""
+_GOES_ON = "qzxqwgoesonwqxzq"
+"""Stands at the end of a message that goes on, to find that in the text."""
 _TEMPLATE_HINT = "check the messages against the model's chat template, or pass a plain prompt."
+_ASSISTANT = "end with a message of the assistant without calls, or leave continue_final_message out."
+_TWICE = "leave that out, or reasoning_content, or let the model think (enable_thinking)."
+_AS_IS = "leave white space out where it begins, and marks of thinking; or leave continue_final_message out."
 
 
 def render_chat(
@@ -64,25 +69,59 @@ def render_whole(
     special_tokens: Mapping[str, str],
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_arguments: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
 ) -> str:
     """Render messages in a form in which the template leaves nothing out; ``UnwrittenError`` if there is none."""
 
     def write(messages: Sequence[Mapping[str, Any]], header: bool) -> str:
+        header = header and add_generation_prompt
         return render_chat(template, messages, special_tokens, header, tools, template_arguments)
 
     check_template_arguments(template, template_arguments or {}, special_tokens)
-    variables = json.dumps([dict(special_tokens), bool(tools), dict(template_arguments or {})])
+    variables = json.dumps([dict(special_tokens), bool(tools), dict(template_arguments or {}), add_generation_prompt])
     return write_whole(_check_messages(messages), write, partial(_form_of, template, variables))
+
+
+def render_begun(
+    messages: Sequence[Mapping[str, Any]],
+    write: Callable[[Sequence[Mapping[str, Any]], bool], str],  # renders messages, with a generation prompt or without
+    thinking: tuple[str, str] | None,  # what the template has around thoughts
+) -> str:
+    """Render messages up to the end of what the last one says, as it says it; ``UnwrittenError`` if that cannot be."""
+    *before, last = map(joined, _check_messages(messages))
+    where, said, thought = f"messages[{len(before)}]", last.get("content") or "", last.get("reasoning_content")
+    if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(said, str):
+        raise UnwrittenError(where, f"{where} cannot go on: it is no text of the assistant, or has calls.", _ASSISTANT)
+    if thinking is not None and said.lstrip().startswith(thinking[0]):
+        # Templates write thoughts in their own way, or add an empty one: here the model is given its own words.
+        text = write(before, True)
+        end = text.rstrip()
+        if thought or end.endswith(thinking[1]):
+            raise UnwrittenError(where, f"{where} would think twice: it begins with {thinking[0]!r}.", _TWICE)
+        return (end.removesuffix(thinking[0]) if end.endswith(thinking[0]) else text) + said
+    text = write([*before, last | {"content": said + _GOES_ON}], False)
+    begun = text[: max(text.rfind(_GOES_ON), 0)]
+    if not begun.endswith(said) or not begun:
+        param = f"{where}.content"
+        raise UnwrittenError(
+            param, f"{param} is changed by this model's chat template, so that it cannot go on.", _AS_IS
+        )
+    if thought and thought.strip() not in begun:
+        param = f"{where}.reasoning_content"
+        raise UnwrittenError(param, f"{param} is left out by this model's chat template.", "leave it out.")
+    return begun
 
 
 @lru_cache(maxsize=256)
 def _form_of(template: str, variables: str, kinds: tuple[str, ...]) -> Form:
     """The form for messages of some kinds; ``variables``: special tokens, whether there are tools, arguments."""
-    special_tokens, has_tools, arguments = json.loads(variables)
+    special_tokens, has_tools, arguments, add_generation_prompt = json.loads(variables)
     tools = [ANY_TOOL] if has_tools else None
-    return find_form(
-        kinds, lambda messages, header: render_chat(template, messages, special_tokens, header, tools, arguments)
-    )
+
+    def write(messages: Sequence[Mapping[str, Any]], header: bool) -> str:
+        return render_chat(template, messages, special_tokens, header and add_generation_prompt, tools, arguments)
+
+    return find_form(kinds, write)
 
 
 @lru_cache(maxsize=8)

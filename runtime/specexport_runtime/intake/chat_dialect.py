@@ -5,17 +5,18 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.answer_reader import AnswerParts, AnswerSyntax, ThinkingMarks, read_parts
-from specexport_runtime.intake.chat import ANY_TOOL, render_chat, render_whole, template_variables
+from specexport_runtime.intake.chat import ANY_TOOL, render_begun, render_chat, render_whole, template_variables
 from specexport_runtime.intake.chat_forms import joined
 from specexport_runtime.intake.functions import CallGrammar, Function, FunctionError, ToolChoice, read_functions
 from specexport_runtime.intake.tool_formats.base import Style, ToolFormat
 from specexport_runtime.intake.tool_formats.families import PARSERS, GenericJson, find_format, in_words, named_format
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import Thinking
+from specexport_runtime.sampling.thinking_budget import ThinkingBudget
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,6 +31,8 @@ _THINKING = (
 _FUNCTION, _KEY = "probe_function", "probe_key"
 _ID = "abcdefghi"  # nine letters: the form on which some templates insist
 _LETTERS = string.ascii_letters + string.digits
+_Place = Literal["may", "begun", "none"]
+"""Before the thinking, which may come; in it; behind it, or there is none."""
 
 
 class ChatDialect:
@@ -65,8 +68,10 @@ class ChatDialect:
     @cached_property
     def thinking(self) -> ThinkingMarks | None:
         """What stands around the model's thinking; None if the template does not say that it thinks."""
-        if self._reasoning_parser == "none":
-            return None
+        return None if self._reasoning_parser == "none" else self._marks
+
+    @cached_property
+    def _marks(self) -> ThinkingMarks | None:
         return next((marks for marks in _THINKING if marks.end in self.template), None)
 
     @cached_property
@@ -111,27 +116,59 @@ class ChatDialect:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,  # end with the header of the assistant's turn
+        continue_final_message: bool = False,  # end with what the last message, the assistant's, says; and go on there
     ) -> str:
         """The prompt of a conversation in OpenAI's form; ``UnwrittenError`` if the template leaves a message out."""
         if tools:
             self.check_tools()
+        if continue_final_message:
+            return render_begun(
+                messages, lambda told, header: self._write(told, tools, template_arguments, header), self._marks
+            )
+        return self._write(messages, tools, template_arguments, add_generation_prompt)
+
+    def _write(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        template_arguments: Mapping[str, Any] | None,
+        header: bool,
+    ) -> str:
         if not self.takes_tools and isinstance(self.tool_format, GenericJson):
             messages, tools = in_words([joined(each) for each in messages], tools), ()
-        return render_whole(
-            self.template, messages, self._special_tokens, tools=tools or None, template_arguments=template_arguments
-        )
+        return render_whole(self.template, messages, self._special_tokens, tools or None, template_arguments, header)
 
-    def syntax(self, prompt: str, functions: Sequence[Function] = (), choice: ToolChoice | None = None) -> AnswerSyntax:
-        """How an answer to a prompt of :meth:`render` is read; ``choice`` None leaves calls to the model."""
+    def syntax(
+        self,
+        prompt: str,
+        functions: Sequence[Function] = (),
+        choice: ToolChoice | None = None,  # whether functions are called; None leaves it to the model
+        beginning: str = "",  # of the answer, behind the prompt
+        *,
+        echo: bool = False,  # the beginning is told too
+    ) -> AnswerSyntax:
+        """How an answer to a prompt of :meth:`render` is read; ``InvalidRequestError`` if it begins with a call."""
         choice = choice or ToolChoice()
-        where = self._place(prompt)
+        where, _ = self._place(prompt)
         calls = self.check_tools() if functions and choice.mode != "none" else None
+        said = self._place(prompt, beginning)[1]
+        if calls is not None and (
+            said.lstrip()[:1] in tuple(calls.starts) or any(each in said for each in calls.openers)
+        ):
+            raise InvalidRequestError(
+                "it begins a call of a function, of which the rest alone could not be told.",
+                "leave the call out, or the tools.",
+            )
         return AnswerSyntax(
             self.thinking if where != "none" else None,
             where == "begun",
             calls,
             frozenset(each.name for each in functions if choice.name in (None, each.name)),
             None if choice.parallel and choice.name is None else 1,
+            beginning,
+            echo,
         )
 
     def form(
@@ -140,16 +177,17 @@ class ChatDialect:
         functions: Sequence[Function] = (),
         choice: ToolChoice | None = None,  # whether functions are called; None leaves it to the model
         answer: StructuredOutputs | None = None,  # the form of an answer that calls none
+        beginning: str = "",  # of the answer, behind the prompt: the form is that of the whole
     ) -> StructuredOutputs | None:
         """The form of an answer to a prompt of :meth:`render`, behind thinking; None for any."""
         choice = choice or ToolChoice()
         if not functions or choice.mode == "none":
-            return None if answer is None else self._behind_thinking(answer, prompt)
+            return None if answer is None else self._behind_thinking(answer, prompt, beginning)
         schema = None if answer is None or choice.mode == "required" else _schema_of(answer)
         called = [each for each in functions if choice.name in (None, each.name)]
         grammar = CallGrammar(self.check_tools(), self._style, self._tokenizer.token_to_id, self._eos)
         text = grammar.write(called, choice, schema)
-        return None if text is None else self._behind_thinking(StructuredOutputs(grammar=text), prompt)
+        return None if text is None else self._behind_thinking(StructuredOutputs(grammar=text), prompt, beginning)
 
     def check_choice(self, functions: Sequence[Function], choice: ToolChoice) -> None:
         """Refuse a choice of functions that are not there, with a ``FunctionError``."""
@@ -188,30 +226,50 @@ class ChatDialect:
         """Text, thinking and calls of an answer to ``prompt``; ``is_cut``: it ended by its length."""
         return read_parts(self.syntax(prompt, read_functions(tools)), text, is_cut=is_cut)
 
-    def _place(self, prompt: str) -> str:
-        """Whether a prompt ends inside the thinking (``"begun"``), behind it (``"none"``), or before (``"may"``)."""
-        if self.thinking is None:
-            return "none"
-        end = prompt.rstrip()
-        if end.endswith(self.thinking.end):
-            return "none"
-        return "begun" if end.endswith(self.thinking.begin) else "may"
+    def _place(self, prompt: str, beginning: str = "") -> tuple[_Place, str]:
+        """Where an answer is behind a prompt and its beginning, and what of that is not before, or in, the thinking."""
+        marks, end = self.thinking, prompt.rstrip()
+        if marks is None or end.endswith(marks.end):
+            return "none", beginning
+        where: _Place = "begun" if end.endswith(marks.begin) else "may"
+        if where == "may" and not beginning.lstrip().startswith(marks.begin):
+            return ("none" if beginning else "may"), beginning
+        _, is_over, said = beginning.partition(marks.end)
+        return ("none", said.lstrip("\n")) if is_over else ("begun", "")
 
-    def _behind_thinking(self, form: StructuredOutputs, prompt: str) -> StructuredOutputs:
-        where = self._place(prompt)
+    def find_thinking(self, prompt: str, beginning: str = "") -> Thinking | None:
+        """Where an answer to a prompt of :meth:`render` thinks; None where it does not, or has.
+
+        ``InvalidRequestError`` if no token ends it.
+        """
+        where, _ = self._place(prompt, beginning)
         if where == "none" or self.thinking is None:
-            return form
-        ids = [self._tokenizer.token_to_id(text) for text in self.thinking]
-        begin, end = ids
+            return None
+        begin, end = (self._tokenizer.token_to_id(text) for text in self.thinking)
         if end is None or (where == "may" and begin is None):
             raise InvalidRequestError(
-                f"{self.thinking.end!r} is no token of this model, so that no form can begin behind it.",
-                "turn thinking off with chat_template_kwargs, or leave the form out.",
+                f"{self.thinking.end!r} is no token of this model: no form can begin behind it, no budget end with it.",
+                "turn thinking off with chat_template_kwargs, or leave form and budget out.",
             )
         lines = (self._tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", "\n\n"))
         between = tuple(line[0] for line in lines if len(line) == 1)
-        thinking = Thinking(end, begin if where == "may" else None, between)
-        return replace(form, thinking=thinking)
+        return Thinking(end, begin if where == "may" else None, between)
+
+    def thinking_budget(self, num_tokens: int, prompt: str, beginning: str = "") -> ThinkingBudget | None:
+        """A budget of an answer's thinking, of which its beginning has used some; None where it does not think.
+
+        Errors are as for :meth:`find_thinking`.
+        """
+        thinking = self.find_thinking(prompt, beginning)
+        if thinking is None or self.thinking is None:
+            return None
+        thought = beginning.lstrip().removeprefix(self.thinking.begin)
+        used = len(self._tokenizer.encode(thought, add_special_tokens=False).ids)
+        return ThinkingBudget(max(num_tokens - used, 0), thinking)
+
+    def _behind_thinking(self, form: StructuredOutputs, prompt: str, beginning: str) -> StructuredOutputs:
+        thinking, said = self.find_thinking(prompt, beginning), self._place(prompt, beginning)[1]
+        return replace(form, thinking=thinking, beginning=said) if thinking is not None or said else form
 
 
 def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:

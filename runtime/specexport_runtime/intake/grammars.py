@@ -3,15 +3,17 @@
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, pip_install
 from specexport_runtime.intake.plain_tokens import PlainTokens
 from specexport_runtime.intake.trial import UNTRIED, Trial, on_deep_stack
-from specexport_runtime.intake.watched import Watched
+from specexport_runtime.intake.watched import MAX_S, Watched
 from specexport_runtime.sampling.grammar import Grammar, reason_of
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import GrammarAfterThinking
@@ -123,12 +125,12 @@ class GrammarCompiler:
         self._known: Any = None
         self._plain: PlainTokens
         self._trial = Trial(self._vocabulary)
-        self._compiled: OrderedDict[tuple[str, str], Future[Any]] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str, str], Future[Any]] = OrderedDict()
 
     def has(self, form: StructuredOutputs) -> bool:
         """Whether a form is compiled."""
         with self._lock:
-            found = self._compiled.get((form.kind, form.text))
+            found = self._compiled.get((form.kind, form.text, form.beginning))
         return found is not None and found.done()
 
     def close(self) -> None:
@@ -158,7 +160,7 @@ class GrammarCompiler:
 
     def _matcher(self, form: StructuredOutputs) -> Any:
         """A matcher of one's own; a form is compiled by the first who asks, others wait for that form alone."""
-        key = (form.kind, form.text)
+        key = (form.kind, form.text, form.beginning)
         with self._lock:
             found = self._compiled.get(key)
             if is_new := found is None:
@@ -168,7 +170,7 @@ class GrammarCompiler:
             self._compiled.move_to_end(key)
         if is_new:
             try:
-                found.set_result(self._compile(form))
+                found.set_result(self._go_on(form) if form.beginning else self._compile(form))
             except BaseException as error:
                 with self._lock:
                     if self._compiled.get(key) is found:
@@ -178,6 +180,18 @@ class GrammarCompiler:
         with self._lock:
             own = matcher.deep_copy()
         return own if len(form.text) <= UNTRIED else Watched(own)
+
+    def _go_on(self, form: StructuredOutputs) -> Any:
+        """The matcher of a form behind its beginning."""
+        matcher, data = self._matcher(replace(form, beginning="")), form.beginning.encode()
+        tokens, until = self._plain(data), time.monotonic() + MAX_S
+        is_spelled = b"".join([self._plain.tokens[token] for token in tokens]) == data
+        if not is_spelled or not all(time.monotonic() < until and matcher.consume_token(token) for token in tokens):
+            raise InvalidRequestError(
+                f"{form.name}: {form.beginning[:40]!r} does not begin such a text, or is too long.",
+                "change the beginning, or leave the form out.",
+            )
+        return matcher
 
     def _compile(self, form: StructuredOutputs) -> Any:
         try:

@@ -46,6 +46,7 @@ class PromptEncoder:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of a conversation's prompt, checked. The template's text holds all special tokens: none is added.
 
@@ -53,11 +54,12 @@ class PromptEncoder:
             messages: as :meth:`format_chat`.
             tools: as :meth:`format_chat`.
             template_arguments: as :meth:`format_chat`.
+            continue_final_message: as :meth:`format_chat`.
 
         Raises:
             InvalidRequestError: as :meth:`format_chat`, or the prompt is empty or too long for the engine.
         """
-        text = self.format_chat(messages, tools, template_arguments)
+        text = self.format_chat(messages, tools, template_arguments, continue_final_message)
         return self._builder.encode(text, add_special_tokens=False)
 
     def format_chat(
@@ -65,6 +67,7 @@ class PromptEncoder:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The prompt text of a conversation, by the checkpoint's chat template; to generate, :meth:`encode_chat` it.
 
@@ -72,11 +75,13 @@ class PromptEncoder:
             messages: ``{"role": …, "content": …}`` in order; arguments of ``tool_calls`` are objects.
             tools: functions that may be called, as OpenAI writes them.
             template_arguments: more variables of the template, ``{"enable_thinking": False}`` say.
+            continue_final_message: end with what the last message, the assistant's, says; the model goes on with it.
 
         Raises:
             InvalidRequestError: the bundle has no chat template, or the template refuses the messages.
         """
-        return self.chat_dialect().render(messages, tools, template_arguments)
+        dialect = self.chat_dialect()
+        return dialect.render(messages, tools, template_arguments, continue_final_message=continue_final_message)
 
     def chat_dialect(self, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> "ChatDialect":
         """How the model writes conversations: what to do with functions, their calls, and thinking.

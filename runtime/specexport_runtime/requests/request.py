@@ -17,7 +17,7 @@ from specexport_runtime.sampling.sampler import Sampler
 if TYPE_CHECKING:
     from specexport_runtime.requests.draft_exit import DraftExit, EndsDraft
     from specexport_runtime.requests.records import RoundTrace
-    from specexport_runtime.sampling.grammar import Grammar
+    from specexport_runtime.sampling.grammar import TokenRules
     from specexport_runtime.sampling.logprobs import TokenLogprobs
 
 NO_ROW = -1
@@ -66,7 +66,7 @@ class Request:
         eos_token_ids: Sequence[int] = (),  # end the text unless ``params.ignore_eos``
         text: TextStream | None = None,  # None if no text is wanted
         seed: int = 0,
-        grammar: "Grammar | None" = None,  # which tokens may come next; None for any
+        grammar: "TokenRules | None" = None,  # which tokens may come next; None for any
         plan: DraftPlan = PLAIN,
         delivery: Delivery = AS_USUAL,
     ) -> None:

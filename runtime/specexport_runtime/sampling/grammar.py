@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,22 @@ from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 _log = logging.getLogger(__name__)
 
 BoolArray = npt.NDArray[np.bool_]
+
+
+class TokenRules(Protocol):
+    """Which tokens may come next in one text; see :class:`Grammar` for what its methods mean."""
+
+    def allowed(self, drafted: Sequence[int]) -> BoolArray | None:
+        """Which tokens may follow ``drafted``: [V]; None for all."""
+
+    def cut(self, drafted: Sequence[int]) -> int:
+        """How many draft tokens are allowed."""
+
+    def forced(self, most: int, drafted: Sequence[int] = ()) -> list[int]:
+        """Tokens that must follow ``drafted``, at most ``most``."""
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """Tokens were committed."""
 
 
 class Grammar:
@@ -177,7 +193,7 @@ class MaskAhead:
         self._pool: ThreadPoolExecutor | None = None
         self._coming: Future[None] | None = None
 
-    def start(self, wanted: Sequence[tuple[Grammar, Sequence[int]]]) -> None:
+    def start(self, wanted: Sequence[tuple[TokenRules, Sequence[int]]]) -> None:
         """Begin with the masks behind each number of draft tokens, of all rows."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "specexport-masks")
@@ -190,7 +206,7 @@ class MaskAhead:
             self._coming = None
 
 
-def _make_masks(wanted: Sequence[tuple[Grammar, Sequence[int]]]) -> None:
+def _make_masks(wanted: Sequence[tuple[TokenRules, Sequence[int]]]) -> None:
     for grammar, drafted in wanted:
         with suppress(CheckFailedError, InvalidRequestError):
             for count in range(grammar.cut(drafted) + 1):

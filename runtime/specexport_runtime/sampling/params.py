@@ -11,6 +11,7 @@ from specexport_runtime.sampling.cut import cut_field, cuts_of
 from specexport_runtime.sampling.min_p import MIN_P
 from specexport_runtime.sampling.rng import check_seed
 from specexport_runtime.sampling.structured import StructuredOutputs
+from specexport_runtime.sampling.thinking_budget import ThinkingBudget
 
 MAX_LOGPROBS = 20
 """Most alternatives whose log-probabilities a request may ask for, as in OpenAI's API."""
@@ -50,6 +51,7 @@ class SamplingParams:
             chunks.
         structured_outputs: the form that the text must have; None for any. Tokens that do not fit are left out before
             everything else that chooses among them.
+        thinking_budget: most tokens that the text thinks, and where it thinks; None for any number.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of its range.
@@ -74,6 +76,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    thinking_budget: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
         self._set("temperature", _number("temperature", self.temperature, low=0.0, hint="0 means greedy"))
@@ -96,11 +99,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 self._set(name, _integer(name, count, low=0, high=MAX_LOGPROBS, hint="None gives none"))
-        structured = self.structured_outputs
-        if structured is not None and not isinstance(structured, StructuredOutputs):
-            raise InvalidRequestError(
-                f"structured_outputs is a {type(structured).__name__}.", hint="give StructuredOutputs(...)."
-            )
+        for name, kind in (("structured_outputs", StructuredOutputs), ("thinking_budget", ThinkingBudget)):
+            if (value := getattr(self, name)) is not None and not isinstance(value, kind):
+                raise InvalidRequestError(f"{name} is a {type(value).__name__}.", hint=f"give {kind.__name__}(...).")
         for name in _TOGGLES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} is {getattr(self, name)!r}.", hint="give True or False.")

@@ -21,9 +21,10 @@ from specexport_runtime.sampling.distribution import (
     one_hot,
     sample_token,
 )
-from specexport_runtime.sampling.grammar import BoolArray, Grammar
+from specexport_runtime.sampling.grammar import BoolArray, TokenRules
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import Draws, RandomStream
+from specexport_runtime.sampling.thinking_budget import BudgetRules
 from specexport_runtime.sampling.truncation import check_peak, truncated_softmax
 
 __all__ = ["Draws", "HostDistribution", "RandomStream", "Sampler", "SamplingParams", "sample_token"]
@@ -38,7 +39,11 @@ class Sampler:
     """
 
     def __init__(
-        self, params: SamplingParams, prompt_tokens: Sequence[int], vocab_size: int, grammar: Grammar | None = None
+        self,
+        params: SamplingParams,
+        prompt_tokens: Sequence[int],
+        vocab_size: int,
+        grammar: TokenRules | None = None,  # which tokens may come next; None for any
     ) -> None:
         for token in params.logit_bias:
             if token >= vocab_size:
@@ -47,7 +52,7 @@ class Sampler:
                     hint=f"use ids from 0 to {vocab_size - 1}.",
                 )
         self.params = params
-        self.grammar = grammar
+        self._given = grammar
         self._vocab_size = vocab_size
         self._adjuster = LogitAdjuster(params, prompt_tokens, vocab_size)
         self._flat = FlatRows()
@@ -57,7 +62,12 @@ class Sampler:
         self._near_flat = FlatRows()
         self.is_greedy = params.is_greedy
         """Nothing is drawn: use ``greedy_token``."""
-        self.is_plain = not self._adjuster.active and grammar is None
+        self._set_grammar()
+
+    def _set_grammar(self) -> None:
+        """Take the rules of the next round."""
+        self.grammar = self._given.current if isinstance(self._given, BudgetRules) else self._given
+        self.is_plain = not self._adjuster.active and self.grammar is None
         """Whether raw logits and the parameters say all: without penalties, bias or grammar."""
         self.is_plain_greedy = self.is_greedy and self.is_plain
         """The token is the argmax of the raw logits, so callers may batch it."""
@@ -65,8 +75,13 @@ class Sampler:
     def append(self, tokens: Sequence[int]) -> None:
         """Add committed output tokens to the history."""
         self._adjuster.append(tokens)
-        if self.grammar is not None:
-            self.grammar.consume(tokens)
+        if self._given is None:
+            return
+        self._given.consume(tokens)
+        if isinstance(self._given, BudgetRules) and self._given.current is not self.grammar:
+            self._set_grammar()
+            self._rules.clear()
+            self.__dict__.pop("is_uncut", None)
 
     @cached_property
     def is_uncut(self) -> bool:

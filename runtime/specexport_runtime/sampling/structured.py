@@ -25,6 +25,7 @@ class StructuredOutputs:
         choice: texts, one of which is generated.
         grammar: a context-free grammar in Lark's syntax, as llguidance reads it.
         thinking: where the text thinks before it takes its form; None where it does not.
+        beginning: text of this form with which the prompt ends; what is generated goes on from there.
         name: what messages call it; ``structured_outputs.`` and the field's name if empty.
 
     Raises:
@@ -37,6 +38,7 @@ class StructuredOutputs:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     thinking: Thinking | None = None
+    beginning: str = ""
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +62,8 @@ class StructuredOutputs:
             raise InvalidRequestError(
                 f"structured_outputs.thinking is a {type(self.thinking).__name__}.", "give Thinking(...)."
             )
+        if not isinstance(self.beginning, str):
+            raise InvalidRequestError(f"{self.name}: its beginning is no text.", "give a text.")
         _check_size(self.name, self.text)
 
     @property

@@ -121,6 +121,13 @@ class ServerConfig:
         "Text",
         REASONING_PARSERS,
     )
+    thinking_budget: int | None = _setting(
+        None,
+        "Most tokens that the model thinks in an answer, for requests without thinking_token_budget; then its thinking "
+        "is ended for it.  [default: any number]",
+        _within(0),
+        "Text",
+    )
 
     def __post_init__(self) -> None:
         for each in fields(self):

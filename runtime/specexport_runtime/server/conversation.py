@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from specexport_runtime.intake.chat_dialect import ChatDialect
 from specexport_runtime.intake.chat_forms import UnwrittenError
 from specexport_runtime.intake.functions import Function, FunctionError, ToolChoice, read_functions
 from specexport_runtime.sampling.structured import StructuredOutputs
+from specexport_runtime.sampling.thinking_budget import ThinkingBudget
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid, unsupported
 from specexport_runtime.server.parsing import is_deep
@@ -36,16 +37,17 @@ class ParsedConversation:
     """A conversation that was understood."""
 
     dialect: ChatDialect  # how the model writes it
-    prompt: str
-    ids: list[int]  # the prompt's tokens
+    prompt: str  # up to where the answer begins
+    ids: list[int]  # tokens of that, and of what the answer has already
     functions: tuple[Function, ...]  # that may be called
     choice: ToolChoice  # whether they are
     syntax: AnswerSyntax  # how the answer is read
+    budget: ThinkingBudget | None  # of its thinking
 
     @property
     def has_parts(self) -> bool:
-        """Whether answers have more than content."""
-        return self.syntax.thinking is not None or self.syntax.format is not None
+        """Whether answers have more than the content that is generated."""
+        return self.syntax.thinking is not None or self.syntax.format is not None or self.syntax.echo
 
     def sampling(self, biases: Mapping[int, float] | None) -> dict[str, Any]:
         """Arguments of ``SamplingParams`` without which the answer could not be read, or would have calls."""
@@ -54,7 +56,8 @@ class ParsedConversation:
             more: dict[str, Any] = {"logit_bias": {**(biases or {}), **banned}} if banned else {}
         else:
             more = {}
-        return more | {"shown_special_tokens": self.dialect.shown_tokens(self.syntax)}
+        shown = self.dialect.shown_tokens(self.syntax)
+        return more | {"shown_special_tokens": shown, "thinking_budget": self.budget}
 
     def form(self, body: ChatRequest, engine: SpecEngine) -> StructuredOutputs | None:
         """The form of the answer, checked, and ready in the engine; None for any. ``ApiError`` 400 if it is refused."""
@@ -64,18 +67,26 @@ class ParsedConversation:
         answer = form_of(body, engine)
         param = "response_format" if body.structured_outputs is None else "structured_outputs"
         try:
-            form = self.dialect.form(self.prompt, self.functions, self.choice, answer)
+            form = self.dialect.form(self.prompt, self.functions, self.choice, answer, self.syntax.beginning)
         except InvalidRequestError as error:
             raise invalid(param if answer is not None else "tools", str(error)) from None
-        if form is None or (answer is not None and form.kind != "grammar"):
-            return form
+        if form is not None and (answer is None or form.kind == "grammar"):
+            self._check_calls(replace(form, beginning=""), engine)
+        if form is not None and form.beginning:
+            try:
+                engine.check_form(form)
+            except InvalidRequestError as error:
+                where = f"messages[{len(body.messages) - 1}].content"
+                raise invalid(where, f"{where}: {error}") from None
+        return form
+
+    def _check_calls(self, form: StructuredOutputs, engine: SpecEngine) -> None:
         try:
             engine.check_form(form)
         except MissingDependencyError as error:
             raise ApiError(400, f"tools: {error}", param="tools", code="unsupported_parameter") from None
         except InvalidRequestError as error:
             raise self._blame(engine, error) from None
-        return form
 
     def _blame(self, engine: SpecEngine, error: InvalidRequestError) -> ApiError:
         """The error of a grammar as that of the schema that is to blame."""
@@ -93,8 +104,53 @@ def read_conversation(body: ChatRequest, engine: SpecEngine, config: ServerConfi
     dialect = dialect_of(engine, config)
     functions, choice = _functions(body, dialect)
     arguments = template_arguments(dialect.template, body.reasoning_effort, body.chat_template_kwargs)
-    prompt, ids = read_prompt(engine, config, dialect, body.messages, functions, arguments)
-    return ParsedConversation(dialect, prompt, ids, functions, choice, dialect.syntax(prompt, functions, choice))
+    how = end_of_prompt(body.continue_final_message, body.add_generation_prompt)
+    if body.echo and not body.continue_final_message:
+        raise invalid("echo", "echo needs continue_final_message: true.")
+    prompt, ids = read_prompt(engine, config, dialect, body.messages, functions, arguments, **how)
+    beginning = join_text(body.messages[-1].content or "") if body.continue_final_message else ""
+    prompt = prompt.removesuffix(beginning)
+    try:
+        syntax = dialect.syntax(prompt, functions, choice, beginning, echo=bool(body.echo))
+    except InvalidRequestError as error:
+        where = f"messages[{len(body.messages) - 1}].content"
+        raise invalid(where, f"{where}: {error}") from None
+    budget = _budget(body, config, dialect, prompt, beginning)
+    return ParsedConversation(dialect, prompt, ids, functions, choice, syntax, budget)
+
+
+def end_of_prompt(continue_final_message: bool | None, add_generation_prompt: bool | None) -> dict[str, bool]:
+    """How a prompt ends, as arguments of :func:`read_prompt`; ``ApiError`` 400 if it cannot end in both ways."""
+    if continue_final_message and add_generation_prompt:
+        raise invalid("continue_final_message", "continue_final_message needs add_generation_prompt: false.")
+    return {
+        "continue_final_message": bool(continue_final_message),
+        "add_generation_prompt": add_generation_prompt is not False,
+    }
+
+
+def _budget(
+    body: ChatRequest, config: ServerConfig, dialect: ChatDialect, prompt: str, beginning: str
+) -> ThinkingBudget | None:
+    """The budget of the answer's thinking: the body's, or the server's, which only holds where there can be one."""
+    asked, param = body.thinking_token_budget, "thinking_token_budget"
+    if asked is not None and dialect.thinking is None:
+        raise unsupported(param, f"{param}: this model does not think, or its thoughts are not looked for.")
+    most = config.thinking_budget if asked is None else asked
+    try:
+        return None if most is None else dialect.thinking_budget(most, prompt, beginning)
+    except InvalidRequestError as error:
+        if asked is None:
+            return None
+        raise unsupported(param, f"{param}: {error}") from None
+
+
+def has_budgets(engine: SpecEngine, config: ServerConfig) -> bool:
+    """Whether the server's own budget of thinking ever holds: the model thinks, and a token ends that."""
+    try:
+        return dialect_of(engine, config).end_of_thinking is not None
+    except ApiError:
+        return False
 
 
 def read_prompt(
@@ -104,6 +160,7 @@ def read_prompt(
     messages: Sequence[Message],
     functions: Sequence[Function],
     template_arguments: Mapping[str, Any] | None,
+    **how: bool,  # it ends, as for ``ChatDialect.render``
 ) -> tuple[str, list[int]]:
     """The prompt of a conversation: its text, and its tokens; ``ApiError`` 400 names the parameter."""
     try:
@@ -112,7 +169,7 @@ def read_prompt(
         raise invalid("chat_template_kwargs", f"chat_template_kwargs: {error}") from None
     told, tools = chat_messages(messages, dialect), [each.tool for each in functions]
     try:
-        text = dialect.render(told, tools, template_arguments)
+        text = dialect.render(told, tools, template_arguments, **how)
         return text, encode(engine, text, "messages", config.max_prompt_tokens, add_special_tokens=False)
     except UnwrittenError as error:
         raise invalid(error.param, str(error)) from None

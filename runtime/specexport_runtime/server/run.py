@@ -18,6 +18,7 @@ from specexport_runtime.engine import SpecEngine
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.server.conversation import has_budgets
 from specexport_runtime.server.listener import bind, http_server, loop_factory, url_of
 from specexport_runtime.server.log_format import log_config
 
@@ -87,6 +88,8 @@ class _Life:
             self._app.state.server.draining = True
             return None
         engine = AsyncSpecEngine(loaded.result(), max_waiting=self._config.max_waiting)
+        if self._config.thinking_budget is not None and not has_budgets(engine.engine, self._config):
+            _log.warning("--thinking-budget has no effect: this model does not think, or no token ends its thinking.")
         self._app.state.server.use_engine(engine)
         return engine
 

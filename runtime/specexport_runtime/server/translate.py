@@ -101,15 +101,6 @@ def plan_completion(body: CompletionRequest, engine: SpecEngine, config: ServerC
 def plan_chat(body: ChatRequest, engine: SpecEngine, config: ServerConfig, owner: str = "") -> RequestPlan:
     """The requests of a body of ``/v1/chat/completions`` (ApiError 400); ``owner`` keeps what is remembered apart."""
     _check_common(body, engine, config)
-    pending = {
-        "continue_final_message": body.continue_final_message,
-        "add_generation_prompt": body.add_generation_prompt is False,
-        "echo": body.echo,
-        "thinking_token_budget": body.thinking_token_budget is not None,
-    }
-    for name, is_asked in pending.items():
-        if is_asked:
-            raise unsupported(name, f"{name} is not supported by this server: leave it out.")
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true.")
     limits = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
