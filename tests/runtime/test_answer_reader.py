@@ -1,6 +1,7 @@
 """What answers consist of: calls in every format, thinking, and what looks like either and is text."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -97,6 +98,30 @@ def test_whole_and_in_pieces(name, answer, content, calls, think):
         draw = random.Random(chance.seed(i))
         streamed = read_in_pieces(syntax, (think or "") + answer, draw)
         assert streamed == (content, thought, calls, False)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("think", ["", "<think>\nhm, </thin \n</think>\n\n"])
+@pytest.mark.parametrize(
+    ("name", "answer"), [*{case[:2] for case in GOOD + TEXT}, ("hermes", "Well. \n\n<tool_ca"), (None, " a \n")]
+)
+def test_an_answer_that_goes_on_is_the_rest_of_a_whole_one(name, answer, think):
+    """Cut anywhere before its first call: with an echo it is the whole, without one what the beginning has not."""
+    syntax = AnswerSyntax(thinking=MARKS) if name is None else syntax_of(name, thinking=MARKS)
+    text, calls = think + answer, FORMATS[name]() if name else None
+    ends = [text.find(each) for each in calls.openers if each in text] if calls else []
+    first = len(think) if calls and answer.lstrip()[:1] in tuple(calls.starts) else min(ends, default=len(text))
+    whole = read_in_pieces(syntax, text, random.Random(0))
+    for i in range(chance.many(6)):
+        draw = random.Random(chance.seed(i))
+        at = draw.randint(min(len("<think>") if think else 1, first), first)
+        begun = replace(syntax, beginning=text[:at])
+        assert read_in_pieces(replace(begun, echo=True), text[at:], draw) == whole
+        known = read_parts(syntax, text[:at], is_cut=True)
+        rest = read_in_pieces(begun, text[at:], draw)
+        for found, all_of_it, said in zip(rest, whole, (known.content, known.reasoning), strict=False):
+            assert found == ("" if said.startswith(all_of_it) else all_of_it.removeprefix(said))
+        assert rest[2:] == whole[2:]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 import contextlib
 import itertools
 import random
+import re
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -11,8 +12,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake import chat
 from specexport_runtime.intake.chat import render_whole
+from specexport_runtime.intake.chat_dialect import ChatDialect
 from specexport_runtime.intake.chat_forms import UnwrittenError
 from tests.support.cases import chance
+from tests.support.fakes.chat_fakes import letters
 
 HEAD = "{% for m in messages %}"
 TAIL = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -267,3 +270,28 @@ def test_every_word_is_in_the_prompt_or_refused():
         whole += 1
         assert [word for word in words if word not in text] == [], (template, messages, text)
     assert whole > 10
+
+
+ANSWERED = {"role": "assistant", "content": "so it goes "}
+
+
+@pytest.mark.parametrize("talk", TALKS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_message_goes_on_where_its_template_ends_what_it_says(name, talk):
+    """Wherever the conversation can be told: the prompt is what is written of it all, up to there."""
+    dialect = ChatDialect(TEMPLATES[name], {"bos_token": "<s>"}, letters())
+    messages = [*TALKS[talk], *([] if talk == "plain" else [SAID, USER]), ANSWERED]
+    try:
+        whole = dialect.render(messages, add_generation_prompt=False)
+    except InvalidRequestError as error:
+        with pytest.raises(InvalidRequestError, match=re.escape(str(error)[:40])):
+            dialect.render(messages, continue_final_message=True)
+        return
+    begun = dialect.render(messages, continue_final_message=True)
+    before, said = begun[: -len("so it goes ")], begun[-len("so it goes ") :]
+    assert said == "so it goes "
+    assert whole.startswith(before + "so it goes")
+    assert dialect.render([*messages[:-1], ANSWERED | {"content": ""}], continue_final_message=True) == before
+    with contextlib.suppress(InvalidRequestError):  # or it is there as it is
+        began = dialect.render([*messages[:-1], ANSWERED | {"content": "\n so"}], continue_final_message=True)
+        assert began == before + "\n so"

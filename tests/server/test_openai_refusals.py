@@ -109,8 +109,8 @@ IN_CHAT = [
     ({"response_format": {"type": "json_object"}}, "response_format", "invalid_value"),  # tokens that are words
     ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
     ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
-    ({"add_generation_prompt": False}, "add_generation_prompt", "unsupported_parameter"),
-    ({"continue_final_message": True}, "continue_final_message", "unsupported_parameter"),
+    ({"continue_final_message": True}, "messages[0]", "invalid_value"),
+    ({"thinking_token_budget": 9}, "thinking_token_budget", "unsupported_parameter"),
     ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "invalid_value"),

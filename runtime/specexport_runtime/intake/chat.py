@@ -24,7 +24,7 @@ _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of what was thought; templates read the first two."""
 _GOES_ON = "qzxqwgoesonwqxzq"
-"""Stands at the end of a message that goes on, to find that in the text."""
+"""Stands at the end of a text, to find that in what a template writes."""
 _TEMPLATE_HINT = "check the messages against the model's chat template, or pass a plain prompt."
 _ASSISTANT = "end with a message of the assistant without calls, or leave continue_final_message out."
 _TWICE = "leave that out, or reasoning_content, or let the model think (enable_thinking)."
@@ -88,8 +88,9 @@ def render_begun(
     thinking: tuple[str, str] | None,  # what the template has around thoughts
 ) -> str:
     """Render messages up to the end of what the last one says, as it says it; ``UnwrittenError`` if that cannot be."""
-    *before, last = map(joined, _check_messages(messages))
-    where, said, thought = f"messages[{len(before)}]", last.get("content") or "", last.get("reasoning_content")
+    *before, last = _check_messages(messages)
+    last, where = joined(last), f"messages[{len(before)}]"
+    said, thought = last.get("content") or "", last.get("reasoning_content")
     if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(said, str):
         raise UnwrittenError(where, f"{where} cannot go on: it is no text of the assistant, or has calls.", _ASSISTANT)
     if thinking is not None and said.lstrip().startswith(thinking[0]):
@@ -99,14 +100,13 @@ def render_begun(
         if thought or end.endswith(thinking[1]):
             raise UnwrittenError(where, f"{where} would think twice: it begins with {thinking[0]!r}.", _TWICE)
         return (end.removesuffix(thinking[0]) if end.endswith(thinking[0]) else text) + said
-    text = write([*before, last | {"content": said + _GOES_ON}], False)
-    begun = text[: max(text.rfind(_GOES_ON), 0)]
-    if not begun.endswith(said) or not begun:
+    header, begun = (
+        write([*before, last | {"content": text + _GOES_ON}], False).rpartition(_GOES_ON)[0] for text in ("", said)
+    )
+    if not header or begun != header + said:
         param = f"{where}.content"
-        raise UnwrittenError(
-            param, f"{param} is changed by this model's chat template, so that it cannot go on.", _AS_IS
-        )
-    if thought and thought.strip() not in begun:
+        raise UnwrittenError(param, f"{param} cannot go on: this model's chat template changes it.", _AS_IS)
+    if thought and _GOES_ON not in write([*before, last | dict.fromkeys(_THOUGHTS, _GOES_ON)], False):
         param = f"{where}.reasoning_content"
         raise UnwrittenError(param, f"{param} is left out by this model's chat template.", "leave it out.")
     return begun

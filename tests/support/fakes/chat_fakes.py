@@ -67,6 +67,15 @@ THINKS = (
     + "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}"
     "{%- elif force_thinking %}{{ '<think>\n' }}{%- endif %}{%- endif %}"
 )
+QWEN3 = PLAIN.replace(
+    "m.content + '<|end|>' }}{%- endif",
+    "('<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' if loop.last else '') "
+    "+ m.content.split('</think>')[-1].lstrip('\n') + '<|end|>' }}{%- endif",
+).removesuffix("{%- endif %}") + (
+    "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{%- endif %}"
+    "{%- endif %}"
+)
+"""A template that adds thoughts, empty ones too, to the last message alone."""
 TEMPLATES = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL, "mistral named": MISTRAL_NAMED}
 MARKERS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
 

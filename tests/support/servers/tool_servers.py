@@ -8,7 +8,7 @@ import openai
 from pydantic import BaseModel
 
 from specexport_runtime.server.config import ServerConfig
-from tests.support.fakes.chat_fakes import MARKERS, PLAIN, TEMPLATES, THINKS, echo_engine
+from tests.support.fakes.chat_fakes import MARKERS, PLAIN, QWEN3, TEMPLATES, THINKS, echo_engine
 from tests.support.servers.openai_help import client_of
 from tests.support.servers.serving import Served
 
@@ -25,8 +25,13 @@ SERVERS = {
     "json": (PLAIN, (), {"tool_call_parser": "json"}),
     "text markers": (TEMPLATES["hermes"], (), {}),
     "plain": (PLAIN, (), {}),
+    "trims": (PLAIN.replace("m.content", "m.content | trim"), (), {}),
     "thinks": (THINKS, MARKERS, {}),
+    "qwen3": (QWEN3, MARKERS, {}),
     "thinks in text": (THINKS, (), {}),
+    "thinks little": (THINKS, MARKERS, {"thinking_budget": 3}),
+    "thinks little in text": (THINKS, (), {"thinking_budget": 3}),
+    "plain and little": (PLAIN, (), {"thinking_budget": 3}),
     "talk": (
         PLAIN.replace("['system', 'user']", "['user']").replace("{%- else %}", "{%- elif m.role == 'assistant' %}"),
         (),
