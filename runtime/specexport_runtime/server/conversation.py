@@ -20,7 +20,16 @@ from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid, unsupported
 from specexport_runtime.server.parsing import is_deep
 from specexport_runtime.server.prompt_tokens import encode
-from specexport_runtime.server.protocol import ChatRequest, Effort, Message, NamedTool, Tool, ToolCall, join_text
+from specexport_runtime.server.protocol import (
+    ChatRequest,
+    Effort,
+    Message,
+    NamedTool,
+    PromptEnd,
+    Tool,
+    ToolCall,
+    join_text,
+)
 from specexport_runtime.server.structured import check_strict, form_of
 
 
@@ -104,10 +113,9 @@ def read_conversation(body: ChatRequest, engine: SpecEngine, config: ServerConfi
     dialect = dialect_of(engine, config)
     functions, choice = _functions(body, dialect)
     arguments = template_arguments(dialect.template, body.reasoning_effort, body.chat_template_kwargs)
-    how = end_of_prompt(body.continue_final_message, body.add_generation_prompt)
     if body.echo and not body.continue_final_message:
         raise invalid("echo", "echo needs continue_final_message: true.")
-    prompt, ids = read_prompt(engine, config, dialect, body.messages, functions, arguments, **how)
+    prompt, ids = read_prompt(engine, config, dialect, body.messages, functions, arguments, body)
     beginning = join_text(body.messages[-1].content or "") if body.continue_final_message else ""
     prompt = prompt.removesuffix(beginning)
     try:
@@ -117,16 +125,6 @@ def read_conversation(body: ChatRequest, engine: SpecEngine, config: ServerConfi
         raise invalid(where, f"{where}: {error}") from None
     budget = _budget(body, config, dialect, prompt, beginning)
     return ParsedConversation(dialect, prompt, ids, functions, choice, syntax, budget)
-
-
-def end_of_prompt(continue_final_message: bool | None, add_generation_prompt: bool | None) -> dict[str, bool]:
-    """How a prompt ends, as arguments of :func:`read_prompt`; ``ApiError`` 400 if it cannot end in both ways."""
-    if continue_final_message and add_generation_prompt:
-        raise invalid("continue_final_message", "continue_final_message needs add_generation_prompt: false.")
-    return {
-        "continue_final_message": bool(continue_final_message),
-        "add_generation_prompt": add_generation_prompt is not False,
-    }
 
 
 def _budget(
@@ -160,14 +158,17 @@ def read_prompt(
     messages: Sequence[Message],
     functions: Sequence[Function],
     template_arguments: Mapping[str, Any] | None,
-    **how: bool,  # it ends, as for ``ChatDialect.render``
+    end: PromptEnd,
 ) -> tuple[str, list[int]]:
     """The prompt of a conversation: its text, and its tokens; ``ApiError`` 400 names the parameter."""
     try:
         check_template_arguments(dialect.template, template_arguments or {})
     except InvalidRequestError as error:
         raise invalid("chat_template_kwargs", f"chat_template_kwargs: {error}") from None
+    if end.continue_final_message and end.add_generation_prompt:
+        raise invalid("continue_final_message", "continue_final_message needs add_generation_prompt: false.")
     told, tools = chat_messages(messages, dialect), [each.tool for each in functions]
+    how = {name: value for name in PromptEnd.model_fields if (value := getattr(end, name)) is not None}
     try:
         text = dialect.render(told, tools, template_arguments, **how)
         return text, encode(engine, text, "messages", config.max_prompt_tokens, add_special_tokens=False)

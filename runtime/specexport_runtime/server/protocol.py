@@ -328,7 +328,17 @@ class Prediction(Strict):
     ]
 
 
-class ChatRequest(Choices):
+class PromptEnd(Strict):
+    """How the prompt of a conversation ends, as in vLLM."""
+
+    add_generation_prompt: bool | None = Field(default=None, description="false: it ends with the last message.")
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="It ends with what the last message, the assistant's, says; that goes on.",
+    )
+
+
+class ChatRequest(PromptEnd, Choices):
     """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
@@ -337,7 +347,7 @@ class ChatRequest(Choices):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     prediction: Prediction | None = None
-    echo: bool | None = Field(default=None, description="The beginning of a message that is continued, before the rest.")
+    echo: bool | None = Field(default=None, description="Only with continue_final_message: the answer begins with it.")
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -351,12 +361,6 @@ class ChatRequest(Choices):
     )
     verbosity: Refused[Literal["medium"]] = None
     web_search_options: Refused[None] = None
-    add_generation_prompt: bool | None = Field(
-        default=None, description="false: the prompt ends behind the last message."
-    )
-    continue_final_message: bool | None = Field(
-        default=None, description="Go on with the last message, of the assistant; with add_generation_prompt: false."
-    )
     chat_template: Refused[None] = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="Variables of the chat template, enable_thinking say."

@@ -14,18 +14,18 @@ from specexport_runtime.server.admission import ready_engine
 from specexport_runtime.server.answer import request_life
 from specexport_runtime.server.completions import owner_of
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.conversation import dialect_of, end_of_prompt, read_prompt, tools_of
+from specexport_runtime.server.conversation import dialect_of, read_prompt, tools_of
 from specexport_runtime.server.errors import ERROR_RESPONSES, invalid
 from specexport_runtime.server.models import adapter_of
 from specexport_runtime.server.parsing import bytes_of, parse_body, request_body
 from specexport_runtime.server.prompt_tokens import beside, check_length, encode
-from specexport_runtime.server.protocol import MAX_ITEMS, Message, Strict, TokenIds, Tools
+from specexport_runtime.server.protocol import MAX_ITEMS, Message, PromptEnd, Strict, TokenIds, Tools
 from specexport_runtime.server.state import state_of
 
 router = APIRouter(tags=["tokens"])
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(PromptEnd):
     """Body of ``/tokenize``: a prompt, or a conversation."""
 
     model: str | None = None
@@ -35,8 +35,6 @@ class TokenizeRequest(Strict):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = Field(default=None, description="Of a prompt; a conversation has its template's.")
     return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
 
 
 class DetokenizeRequest(Strict):
@@ -83,8 +81,7 @@ def _tokenize(body: TokenizeRequest, engine: SpecEngine, config: ServerConfig) -
     if body.messages is not None:
         source, dialect = "messages", dialect_of(engine, config)
         functions = tools_of(body.tools or (), dialect)
-        how = end_of_prompt(body.continue_final_message, body.add_generation_prompt)
-        _, ids = read_prompt(engine, config, dialect, body.messages, functions, body.chat_template_kwargs, **how)
+        _, ids = read_prompt(engine, config, dialect, body.messages, functions, body.chat_template_kwargs, body)
     else:
         source, special = "prompt", body.add_special_tokens is not False
         ids = encode(engine, body.prompt or "", source, config.max_prompt_tokens, add_special_tokens=special)
