@@ -179,7 +179,7 @@ class GrammarCompiler:
         matcher = found.result()
         with self._lock:
             own = matcher.deep_copy()
-        return own if len(form.text) <= UNTRIED else Watched(own)
+        return own if len(form.text) <= UNTRIED or isinstance(own, Watched) else Watched(own)
 
     def _go_on(self, form: StructuredOutputs) -> Any:
         """The matcher of a form behind its beginning."""
