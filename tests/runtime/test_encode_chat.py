@@ -85,3 +85,19 @@ def test_long_or_empty_conversations_are_refused(engine):
     with pytest.raises(InvalidRequestError, match="no chat template"):
         engine.encode_chat(HELLO)
     assert engine.generate([1], SamplingParams(max_tokens=2))
+
+
+def test_a_message_goes_on(engine):
+    begun = [*HELLO, {"role": "assistant", "content": "w5 w6"}]
+    assert engine.format_chat(begun, continue_final_message=True).endswith("w3 w4 w5 w6")
+    wanted = greedy_reference(make_target(), [BOS, 3, 4, 5, 6], 4)
+    assert engine.chat(begun, SamplingParams(max_tokens=4), continue_final_message=True).token_ids == wanted
+
+    async def ask():
+        service = AsyncSpecEngine(engine)
+        return await service.chat(begun, SamplingParams(max_tokens=4), continue_final_message=True)
+
+    assert asyncio.run(ask()).token_ids == wanted
+    for messages in (HELLO, [*HELLO, {"role": "assistant", "content": [{"type": "image"}]}]):
+        with pytest.raises(InvalidRequestError, match="cannot go on"):
+            engine.encode_chat(messages, continue_final_message=True)

@@ -46,6 +46,27 @@ def test_a_form_is_compiled_once_and_only_those_who_want_it_wait(monkeypatch):
     assert compiled == [SLOW, WRONG, WRONG]
 
 
+@pytest.mark.parametrize("size", [1, 5000])  # the longer ones are watched
+def test_a_form_goes_on_from_its_beginning(size):
+    tokenizer = byte_level()
+    compiler = GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), [0])
+    regex = f"ab{'c' * size}?d"
+    form = StructuredOutputs(regex=regex, beginning="a")
+    assert not compiler.has(form)
+    for _ in range(2):
+        rules = compiler.compile(form)
+        assert rules.forced(1) == [tokenizer.token_to_id("b")]
+        rules.consume([tokenizer.token_to_id("b")])
+        assert compiler.has(form)
+    whole = StructuredOutputs(regex="abd", beginning="abd")
+    assert compiler.compile(whole).allowed(()).nonzero()[0].tolist() == [0]
+    for text in ("x", "ax", "a" * 9999):
+        with pytest.raises(InvalidRequestError, match="does not begin such a text"):
+            compiler.compile(StructuredOutputs(regex=regex, beginning=text))
+    with pytest.raises(InvalidRequestError, match="beginning is no text"):
+        StructuredOutputs(regex="a", beginning=1)
+
+
 @pytest.mark.parametrize("begin", ['"', "/"])
 def test_what_a_grammar_opens_and_does_not_close_is_read_once(begin):
     """Else each mark in it would be another beginning, and the work would grow with the square of their number."""

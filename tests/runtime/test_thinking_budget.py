@@ -108,12 +108,15 @@ def test_rounds_before_the_end_are_those_of_any_request(monkeypatch):
 
 
 @pytest.mark.parametrize("acceptance", ["token", "block"])
-@pytest.mark.parametrize(("count", "begin"), [(0, None), (1, None), (1, 1)])
-def test_sampled_texts_follow_the_target_given_the_end(count, begin, acceptance):
-    target, params = small_model(), SamplingParams(temperature=1.0, max_tokens=3)
-    make = lambda _=0: rules_of(count, begin, vocab=SMALL)  # noqa: E731
-    decoder = make_decoder(target, small_model(noise=0.7, seed=3), 2, plan=(DraftStage("draft-model", 2),))
+@pytest.mark.parametrize(("count", "begin", "lookahead"), [(0, None, 2), (1, None, 2), (1, 1, 2), (2, None, 1)])
+def test_sampled_texts_follow_the_target_given_the_end(count, begin, lookahead, acceptance):
+    """In the last case masks come only behind a round without one."""
+    target, params = small_model(), SamplingParams(temperature=1.0, max_tokens=4)
+    make = lambda _=0: rules_of(count, begin, vocab=SMALL, most=lookahead)  # noqa: E731
+    plan = (DraftStage("draft-model", lookahead),)
+    decoder = make_decoder(target, small_model(noise=0.7, seed=3), lookahead, plan=plan)
     requests = make_requests(600, params, grammar=make, acceptance=acceptance)
+    assert requests[0].sampler.is_plain is (count > lookahead)
     run(decoder, requests)
     assert sum(request.stats.accepted for request in requests) > 100
     assert least_p_value(target, requests, grammar=make) > P_VALUE

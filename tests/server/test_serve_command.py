@@ -32,7 +32,7 @@ NOT_ZERO = ("max-body-bytes", "max-prompts", "max-n", "max-prompt-tokens", "max-
 NOT_ZERO += ("request-timeout", "body-timeout", "keep-alive-timeout")
 BAD_OPTIONS = {
     **{(f"--{name}", "0"): f"--{name} is 0" for name in NOT_ZERO}, ("--port", "65536"): "--port is 65536",
-    ("--max-waiting", "-1"): "--max-waiting is -1", ("--drain-timeout", "nan"): "--drain-timeout is nan",
+    ("--max-waiting", "-1"): "--max-waiting is -1", ("--thinking-budget", "-1"): "--thinking-budget is -1", ("--drain-timeout", "nan"): "--drain-timeout is nan",
     ("--log-format", "xml"): "--log-format", ("--model-name", "a b"): "--model-name is 'a b'",
     ("--host", ""): "--host is ''", ("--allowed-host", "https://a"): "--allowed-host is 'https://a'",
     ("--allowed-host", "a:80"): "--allowed-host is 'a:80'", ("--allowed-host", "*"): "--allowed-host is '*'",
@@ -136,7 +136,7 @@ def test_without_the_extra_the_package_is_named(capsys, demo_bundle, monkeypatch
 
 def test_what_the_command_says_is_what_the_server_does(demo_bundle):
     options = ("--drafter", "lookup", "--num-speculative-tokens", "3", "--max-tokens", "7", "--log-format", "json",
-               "--max-num-seqs", "2")  # fmt: skip
+               "--max-num-seqs", "2", "--thinking-budget", "3")  # fmt: skip
     environment = {"SPECEXPORT_API_KEY": KEY}
     with ServerProcess(demo_bundle, "--model-name", "our-model", *options, environment=environment) as server:
         server.wait_until_ready()
@@ -155,7 +155,9 @@ def test_what_the_command_says_is_what_the_server_does(demo_bundle):
     assert code == 0
     lines = [json.loads(line) for line in errors.splitlines()]
     assert {"/v1/completions", "/v1/models"} <= {line.get("path") for line in lines}
-    assert f"Serving our-model at {server.url}." in [line["message"] for line in lines]
+    messages = [line["message"] for line in lines]
+    assert f"Serving our-model at {server.url}." in messages
+    assert any(each.startswith("--thinking-budget has no effect: this model does not think") for each in messages)
     assert KEY not in errors
 
 
