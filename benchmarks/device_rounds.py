@@ -81,7 +81,7 @@ def answer(sampler: RowSampler, step: int, logits: Any, asks: list[RowAsk]) -> N
             near = int((logits[i][order] >= logits[i].max() + rule.least).sum())
             kept = order[: min(enough, near, rule.top_k or K_INLINE)]
             found[i, 5], ids[i, : len(kept)], values[i, : len(kept)] = len(kept), kept, logits[i][kept]
-    memory = sampler._lanes[step].found
+    memory = sampler._step_buffers[step].found
     memory[: FOUND * count] = found.ravel()
     inline = memory[FOUND * count :]
     inline.view(np.int32)[: K_INLINE * count], inline.view(np.float32)[K_INLINE * count : 2 * K_INLINE * count] = (
@@ -120,7 +120,7 @@ def measure(distribution: dict[str, Any], batch: int, repeats: int) -> float:
 
     def whole_round(*, is_answered: bool) -> None:
         steps = drafted()
-        distributions = [[sampler.row_distribution(rows[i]) for rows in steps] for i in range(batch)]
+        distributions = [[sampler.make_row_distribution(rows[i]) for rows in steps] for i in range(batch)]
         tokens = [
             [distribution.draw(s.peek(j).draft) for j, distribution in enumerate(own)]
             for s, own in zip(streams, distributions, strict=True)
@@ -132,7 +132,7 @@ def measure(distribution: dict[str, Any], batch: int, repeats: int) -> float:
         rows = target.collect(asks, none)
         for i, s in enumerate(streams):
             own = [rows[i * (LOOKAHEAD + 1) + j] for j in range(LOOKAHEAD + 1)]
-            RULES["block"](tokens[i], distributions[i], lambda j, o=own: sampler.row_distribution(o[j]), s)  # type: ignore[misc]
+            RULES["block"](tokens[i], distributions[i], lambda j, o=own: sampler.make_row_distribution(o[j]), s)  # type: ignore[misc]
 
     drafted()
     for step in range(LOOKAHEAD):

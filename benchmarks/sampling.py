@@ -1,7 +1,7 @@
 """Time of drawing and acceptance in a round, without a model: by the library of operators, and by numpy.
 
 A round at K=4: four draft tokens are drawn, each from a row of logits, and tested by up to five rows of the target. The
-library looks at no row behind a refused token; numpy processes all five, so that runs compare.
+library looks at no row after a refused token; numpy processes all five, so that runs compare.
 
 With ``--bundle`` the rows are a real target's, after the last five tokens of a prompt.
 
@@ -89,11 +89,13 @@ def measure(kind: str, logits: npt.NDArray[np.float32], setting: str, repeats: i
         drafts: list[Distribution] = []
         for j in range(ROWS - 1):
             (row,) = draft.collect([sampler.ask(stream.draws(j).draft, vocab_size, slot=j)], draft_logits[j : j + 1])
-            drafts.append(sampler.row_distribution(row, []))
+            drafts.append(sampler.make_row_distribution(row, []))
         drafted = [distribution.draw(stream.draws(j).draft) for j, distribution in enumerate(drafts)]
         asks = [sampler.ask(stream.draws(j).resample, vocab_size, token) for j, token in enumerate([*drafted, -1])]
         rows = target.collect(asks, logits)
-        return RULES["block"](drafted, drafts, lambda j: sampler.row_distribution(rows[j], drafted[:j]), stream.draws)
+        return RULES["block"](
+            drafted, drafts, lambda j: sampler.make_row_distribution(rows[j], drafted[:j]), stream.draws
+        )
 
     def by_numpy() -> Verdict:
         drafts = [alone.distribution(row, []) for row in draft_logits[: ROWS - 1]]

@@ -3,7 +3,7 @@
     python benchmarks/step_turns.py engines/qwen-coder avx512vnni avx2
     python benchmarks/step_turns.py engines/qwen-coder avx2@../before/runtime avx2
 
-A side is a value of SPECEXPORT_CPU_KERNELS, behind an @ with the runtime of another checkout whose operators are built.
+A side is a value of SPECEXPORT_CPU_KERNELS, after an @ with the runtime of another checkout whose operators are built.
 ``step:N`` is a step of N tokens, the least of three; ``read:N`` reads a prompt. Told are the median and the least of
 the turns, and the median of the ratios to the first side.
 """

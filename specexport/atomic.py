@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport_runtime.bundle.held import held, take_lock
-from specexport_runtime.errors import OutputExistsError, UserInputError, write_fault
+from specexport_runtime.bundle.held import held, try_lock
+from specexport_runtime.errors import OutputExistsError, UserInputError, describe_write_fault
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 _CLONE_FILE = 0x40049409  # Linux ioctl FICLONE: share the blocks until one side is written
@@ -54,7 +54,7 @@ def remove_leftovers(path: Path) -> list[Path]:
         with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):  # others clear away as well
             if names.lock.exists():
                 lock = stack.enter_context(names.lock.open("r+b"))
-                if take_lock(lock.fileno(), alone=True) is not True:
+                if try_lock(lock.fileno(), alone=True) is not True:
                     continue
             _put_back(names, path)
             for folder in (names.tmp, names.old):
@@ -66,14 +66,14 @@ def remove_leftovers(path: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _new_names(path: Path) -> Iterator[_Names]:
+def _reserve_names(path: Path) -> Iterator[_Names]:
     """Names that no writer has, locked within the block; nothing has them afterwards."""
     while True:
         names = _names(path, secrets.token_hex(4))
         with names.lock.open("xb") as lock:
             try:
                 # Before it was locked others may have taken it for a leftover.
-                if take_lock(lock.fileno(), alone=True) is not False and names.lock.exists():
+                if try_lock(lock.fileno(), alone=True) is not False and names.lock.exists():
                     yield names
                     return
             finally:
@@ -99,10 +99,10 @@ def new_folder(path: Path, *, replace: bool = False, sync: bool = True) -> Itera
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(path)
-            names = stack.enter_context(_new_names(path))
+            names = stack.enter_context(_reserve_names(path))
             names.tmp.mkdir()
         except OSError as error:
-            raise _refused(error, path) from error
+            raise _write_error(error, path) from error
         try:
             yield names.tmp
             if sync:
@@ -112,9 +112,9 @@ def new_folder(path: Path, *, replace: bool = False, sync: bool = True) -> Itera
             if error.errno is None and str(error).endswith(" written"):  # numpy says how much of an array, and not why
                 limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
                 error.errno = errno.EFBIG if 0 <= limit < free_space(path) else errno.ENOSPC
-            if write_fault(error) is None:
+            if describe_write_fault(error) is None:
                 raise
-            raise _refused(error, path, tree_size(names.tmp)) from error
+            raise _write_error(error, path, tree_size(names.tmp)) from error
 
 
 def _put_back(names: _Names, path: Path) -> None:
@@ -151,14 +151,14 @@ def _put_in_place(names: _Names, path: Path, *, replace: bool) -> None:
     _sync_folder(path.parent)
 
 
-def _refused(error: OSError, path: Path, wrote: int = 0) -> UserInputError:
+def _write_error(error: OSError, path: Path, wrote: int = 0) -> UserInputError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = format_bytes(free_space(path))
         return UserInputError(
             f"the disk of {path} is full: it needs more than {format_bytes(wrote)} written so far, {free} are free.",
             "free some space, or choose another disk with -o.",
         )
-    said, fix = write_fault(error) or (error.strerror, "choose another folder with -o.")
+    said, fix = describe_write_fault(error) or (error.strerror, "choose another folder with -o.")
     return UserInputError(f"{path} cannot be written ({said}).", fix)
 
 

@@ -2,7 +2,7 @@
 
 import click
 
-from specexport_runtime.cli.gone import refuse_removed
+from specexport_runtime.cli.gone import removed_command_error
 from specexport_runtime.cli.lazy import LazyGroup, Mount
 
 COMMANDS = {
@@ -43,7 +43,7 @@ class _Commands(LazyGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find a command."""
         if args[0] in REMOVED and not ctx.resilient_parsing:
-            raise refuse_removed(args[0], REMOVED[args[0]])
+            raise removed_command_error(args[0], REMOVED[args[0]])
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -51,9 +51,9 @@ class _Commands(LazyGroup):
         command = super().get_command(ctx, cmd_name)
         if command is None or cmd_name not in TAKE_CHECKPOINTS:
             return command
-        from specexport.run.command import takes_checkpoints
+        from specexport.run.command import accept_checkpoints
 
-        return takes_checkpoints(command)
+        return accept_checkpoints(command)
 
 
 @click.group(cls=_Commands, mounts=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})

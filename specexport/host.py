@@ -46,7 +46,7 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(available_cores(), "specexport", lambda: setattr(_within, "work", True))
 
 
-def map_large_blocks() -> None:
+def set_malloc_threshold() -> None:
     """Let blocks of a megabyte and more go back to the system when freed: glibc would keep them in a heap."""
     if sys.platform.startswith("linux"):
         set_option = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -55,7 +55,7 @@ def map_large_blocks() -> None:
 
 
 @contextlib.contextmanager
-def seldom_collected() -> Iterator[None]:
+def collect_garbage_rarely() -> Iterator[None]:
     """Within the block, Python seldom collects: that would walk torch's half a million objects each time."""
     thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.set_threshold(_SELDOM, *thresholds[1:])

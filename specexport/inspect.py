@@ -49,7 +49,7 @@ from specexport_runtime.bundle.quant_kinds import KEPT, KINDS
 from specexport_runtime.drafters.base import DraftOffer, Obstacle
 from specexport_runtime.drafters.registry import KINDS as DRAFTERS
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.open import backend_of
+from specexport_runtime.executors.open import find_engine_backend
 from specexport_runtime.executors.operators import kernels
 
 _GPU_OUTPUTS = (TOKEN_IDS,)
@@ -71,7 +71,7 @@ def inspect(bundle: Path, *, as_json: bool, show_all: bool, whole: bool) -> None
     elif show_all:
         click.echo("\n".join(describe(manifest, layers, files_checked=whole)))
     else:
-        click.echo("\n".join(brief(manifest, layers, files_checked=whole)))
+        click.echo("\n".join(describe_briefly(manifest, layers, files_checked=whole)))
 
 
 def describe_json(manifest: Manifest, layers: DraftLayers | None = None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def describe_json(manifest: Manifest, layers: DraftLayers | None = None) -> dict
     data["total_bytes"] = sum(entry.size for entry in manifest.files.values())
     for role, entry in manifest.models.items():
         data["models"][role]["takes_trees"] = entry.takes_trees
-        data["models"][role]["contract"] = [spec._asdict() for spec in contract_of(entry)]
+        data["models"][role]["contract"] = [spec._asdict() for spec in list_contract_rows(entry)]
         data["models"][role]["kept_layers"] = list(entry.kept_layers)
         data["models"][role]["engine_bytes"] = _engine_bytes(manifest, role)
         data["models"][role]["kv_bytes_per_token"] = kv_bytes_per_token(entry)
@@ -90,11 +90,11 @@ def describe_json(manifest: Manifest, layers: DraftLayers | None = None) -> dict
     return data
 
 
-def contract_of(entry: ModelEntry) -> list[TensorSpec]:
+def list_contract_rows(entry: ModelEntry) -> list[TensorSpec]:
     """Rows of the graph contract that a model's engine has; ``{i}`` stands for each layer."""
     optional = (*GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, PARENTS, STATE_STEPS)
     known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *optional))
-    backend = backend_of(entry.backend)
+    backend = find_engine_backend(entry.backend)
     gates, attention = entry.engine.gates, entry.attention
     extra = (_GPU_OUTPUTS if backend is not None and backend.on_gpu else ()) + ((SIMILARITY,) if gates.kinds else ())
     caches = CACHE_INPUTS if attention.layers else ()  # heads over one feature have none
@@ -124,7 +124,9 @@ def _engine_bytes(manifest: Manifest, role: str) -> int:
     return sum(entry.size for name, entry in manifest.files.items() if name.startswith(f"{role}/"))
 
 
-def brief(manifest: Manifest, layers: DraftLayers | None = None, *, files_checked: bool = False) -> Iterator[str]:
+def describe_briefly(
+    manifest: Manifest, layers: DraftLayers | None = None, *, files_checked: bool = False
+) -> Iterator[str]:
     """What most want to know of a bundle, in a dozen lines."""
     models = dict(sorted(manifest.models.items(), key=lambda item: item[0] != "target"))
     target, length = models.get("target"), manifest.max_model_len
@@ -170,7 +172,7 @@ _BUILDERS = ("specexport", "torch", "transformers", "onnxruntime")
 def _weights(manifest: Manifest, role: str, entry: ModelEntry) -> str:
     """How the weights are kept, without counts."""
     formats = ", ".join(name for name, *_ in entry.engine.weight_formats)
-    return _kept(manifest, role, entry) + (f": {formats}" if formats else "")
+    return _describe_weight_source(manifest, role, entry) + (f": {formats}" if formats else "")
 
 
 def _verified(manifest: Manifest) -> str:
@@ -273,13 +275,13 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     dtypes = {"model": entry.dtype, "cache": entry.attention.cache_dtype}
     yield "  graph: " + ", ".join(
         f"{spec.name}[{','.join(map(str, spec.shape))}] {dtypes.get(spec.dtype, spec.dtype)}"
-        for spec in contract_of(entry)
+        for spec in list_contract_rows(entry)
     )
     yield from _describe_engines(entry)
     if entry.engine.padded is not None:
         yield f"  padded-KV graph over the same weights: {entry.engine.padded.path}"
     if entry.quantize is not None or entry.engine.weight_formats:
-        yield from _describe_weights(entry, _kept(manifest, role, entry))
+        yield from _describe_weights(entry, _describe_weight_source(manifest, role, entry))
     if (chosen := _kernels(entry)) is not None:
         yield f"  operators run here with: {chosen}"
     if role == "target":
@@ -306,12 +308,12 @@ def _describe_adapter(adapter: AdapterEntry) -> str:
 
 
 def _taps(head: DraftHeadEntry) -> str:
-    return ", ".join("behind the last norm" if tap == AFTER_NORM else str(tap) for tap in head.taps)
+    return ", ".join("after the last norm" if tap == AFTER_NORM else str(tap) for tap in head.taps)
 
 
 def _kernels(entry: ModelEntry) -> str | None:
     """The instruction set of our own operators on this machine, or why there is none; None on a GPU."""
-    backend = backend_of(entry.backend)
+    backend = find_engine_backend(entry.backend)
     if backend is None or backend.on_gpu:
         return None
     try:
@@ -320,7 +322,7 @@ def _kernels(entry: ModelEntry) -> str | None:
         return f"none: {error.message}"
 
 
-def _kept(manifest: Manifest, role: str, entry: ModelEntry) -> str:
+def _describe_weight_source(manifest: Manifest, role: str, entry: ModelEntry) -> str:
     """What became of the weights of the checkpoint."""
     if entry.quantize is not None:
         kind = KINDS.get(entry.quantize)

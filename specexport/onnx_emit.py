@@ -207,14 +207,14 @@ def part_of(tensor: "ir.TensorProtocol", axis: int, start: int, stop: int) -> np
     return array
 
 
-def has_parts(tensor: "ir.TensorProtocol") -> bool:
+def can_slice_lazily(tensor: "ir.TensorProtocol") -> bool:
     """Whether :func:`part_of` makes no more than the part; of a lazy tensor without, all is made each time."""
     import onnx_ir as ir
 
     return not isinstance(tensor, ir.LazyTensor) or _PART in tensor.meta
 
 
-class Together:
+class SharedResults:
     """Several tensors that one reading of a weight gives, for several lazy ones.
 
     They are asked for one after the other, as they are written. So what was not asked for yet is kept till then: scales

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specexport.atomic import check_writable, write_file
-from specexport_runtime.errors import MissingDependencyError, UserInputError, pip_install
+from specexport_runtime.errors import MissingDependencyError, UserInputError, make_install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ FORMATS = {".png": ("Software",), ".svg": ("Date",), ".pdf": ("Creator", "Produc
 def check_matplotlib() -> None:
     """MissingDependencyError without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependencyError("Plots need matplotlib.", pip_install("bench"))
+        raise MissingDependencyError("Plots need matplotlib.", make_install_hint("bench"))
 
 
 def check_plot(path: Path | None) -> None:

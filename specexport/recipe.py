@@ -17,7 +17,7 @@ from typing import Any, Literal
 from specexport.backends.base import ANY_ARCHITECTURE, AUTO_MODEL_LEN, PartRecipe
 from specexport.backends.registry import BACKENDS, DEFAULT_BACKEND, find_backend
 from specexport_runtime.bundle.entry import MAX_ADAPTERS, MAX_LOOKAHEAD, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_TOKENS
-from specexport_runtime.bundle.quant_kinds import INT8, KEPT, KINDS, either, kinds_of
+from specexport_runtime.bundle.quant_kinds import INT8, KEPT, KINDS, either, list_kinds
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.errors import RecipeError
 
@@ -215,7 +215,7 @@ class BuildRecipe:
             if value not in KINDS and value != FLOAT:
                 names = ", ".join((*([AUTO] if key == "draft_quantize" else []), *KINDS, FLOAT))
                 raise RecipeError(f"{key} is {value!r}.", f"use one of: {names}; or leave it out.")
-            own = kinds_of(self.backend)
+            own = list_kinds(self.backend)
             if value != FLOAT and value not in own:
                 able = [name for name in BACKENDS if name in KINDS[value].backends]
                 has = f"{' and '.join(own)} only" if own else "no quantized engines"
@@ -379,7 +379,7 @@ def resolve_parts(
         if role == "head" and asked is None and parts["target"].quantize != FLOAT:
             # Fast without flags: what is quantized for speed is drafted for in the same way.
             kind = INT8.name if recipe.backend in INT8.backends else FLOAT
-        elif role != "head" and asked in (None, AUTO) and holds and KEEP in kinds_of(recipe.backend):
+        elif role != "head" and asked in (None, AUTO) and holds and KEEP in list_kinds(recipe.backend):
             kind = KEEP
         parts[role] = PartRecipe(role=role, quantize=kind, **common)
     return parts
@@ -392,7 +392,7 @@ _AS_ASKED = (
 """What a part has as it was asked for."""
 
 
-def settled(recipe: BuildRecipe, parts: Mapping[str, PartRecipe], **found: Any) -> dict[str, Any]:
+def resolve_settings(recipe: BuildRecipe, parts: Mapping[str, PartRecipe], **found: Any) -> dict[str, Any]:
     """The recipe as hashes and manifests have it: with what its parts came to, and what else was ``found``."""
     target, *drafts = parts.values()
     kinds = [None if part.quantize == FLOAT else part.quantize for part in (target, *drafts)]
@@ -407,7 +407,7 @@ def settled(recipe: BuildRecipe, parts: Mapping[str, PartRecipe], **found: Any) 
     }
 
 
-def model_len(asked: int | Auto, limits: Iterable[int | None]) -> int:
+def resolve_model_len(asked: int | Auto, limits: Iterable[int | None]) -> int:
     """Most tokens of a sequence.
 
     Args:
@@ -480,10 +480,10 @@ def _from_recipe_folder(key: str, value: str, folder: Path) -> str:
         or value.endswith(".gguf")
         or value.count("/") > 1
     )
-    return _short(folder / expanded) if looks_local or (folder / expanded).exists() else value
+    return _normalize_path(folder / expanded) if looks_local or (folder / expanded).exists() else value
 
 
-def _short(path: Path) -> str:
+def _normalize_path(path: Path) -> str:
     """A path without ``..``, for messages, unless a link before it makes that another place."""
     short = os.path.normpath(path)
     return short if os.path.realpath(short) == os.path.realpath(path) else str(path)

@@ -28,7 +28,7 @@ class Column(Generic[Row]):
     name: str
     value: Callable[[Row], "str | Text | float | None"]  # None is shown as ``-``
     form: str = ""  # of a number, as in a format string
-    unit: str = ""  # behind a number
+    unit: str = ""  # after a number
     left: bool = False  # text stands at the left, numbers at the right
     fold: bool = False  # takes the rest of a terminal's width, and breaks lines there
     shown: bool = True  # False leaves the column out

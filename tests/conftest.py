@@ -187,7 +187,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if chance.FUZZ_SEED is not None and (failed := terminalreporter.getreports("failed")):
         terminalreporter.section("again, with the same seed")
         for report in failed:
-            name, _, group = report.nodeid.rpartition("@")  # pytest-xdist writes the group behind the name
+            name, _, group = report.nodeid.rpartition("@")  # pytest-xdist writes the group after the name
             name = report.nodeid if "]" in group else name or report.nodeid
             terminalreporter.write_line(f"make fuzz SEED={chance.FUZZ_SEED} PYTEST_ARGS='{name}'")
     lines = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specexport.passes.residual_blocks import find_residual_blocks
-from specexport.trace.check import reference_logits, trace_checkpoint
+from specexport.trace.check import compute_reference_logits, trace_checkpoint
 from specexport_runtime.errors import UnsupportedModelError
 from tests.support.cases import chance
 from tests.support.models.tiny_models import ARCHITECTURES, REFUSED, VOCAB, make_model
@@ -28,7 +28,7 @@ def test_engine_logits_equal_eager_transformers(name: str, tmp_path: Path) -> No
     model = tiny_model(name)
     random = np.random.default_rng(chance.seed(7))
     sequences = [random.integers(3, VOCAB, past + new).tolist() for past, new in zip(PREFILL, VERIFY, strict=True)]
-    expected = reference_logits(make_checkpoint(model), sequences)
+    expected = compute_reference_logits(make_checkpoint(model), sequences)
     assert min(float(logits.std()) for logits in expected) > 0.1, "degenerate logits would hide an error"
 
     ir_model, layers, _ = build(model, tmp_path, group_experts=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specexport.inspect import describe
-from specexport.trace.check import reference_logits
+from specexport.trace.check import compute_reference_logits
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import num_pending
 from specexport_runtime.bundle.manifest import load_manifest
@@ -117,7 +117,7 @@ def test_drafting_passes_are_those_of_eager_transformers_and_leave_no_trace(name
     model = make_hybrid(name)
     random = np.random.default_rng(chance.seed(11))
     texts = [random.integers(3, VOCAB, length).tolist() for length in (34, 29)]
-    expected = reference_logits(make_checkpoint(model), texts)
+    expected = compute_reference_logits(make_checkpoint(model), texts)
     limit = TOLERANCE * max(float(np.abs(logits).max()) for logits in expected)
     executor = open_gated(model, tmp_path, 3)
     runner = ModelRunner(executor)

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from specexport.compile.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
-from specexport.trace.check import reference_logits
-from specexport.verify.goodness_of_fit import judge
-from specexport.verify.logit_tree import LogitTree, Partition, conditional
+from specexport.trace.check import compute_reference_logits
+from specexport.verify.goodness_of_fit import assess_outcomes
+from specexport.verify.logit_tree import LogitTree, Partition, make_conditional
 from specexport_runtime import SamplingParams
 from specexport_runtime.abi import StateGeometry
 from specexport_runtime.bundle.manifest import load_manifest
@@ -154,7 +154,7 @@ def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_
     entry = bundle.manifest.models["target"]
     random = np.random.default_rng(chance.seed(7))
     sequences = [random.integers(3, KNOWN, length).tolist() for length in (33, 40, 36)]
-    expected = reference_logits(make_checkpoint(model), sequences)
+    expected = compute_reference_logits(make_checkpoint(model), sequences)
     assert min(float(logits.std()) for logits in expected) > 0.1, "degenerate logits would hide an error"
 
     limit = TOLERANCE * max(float(np.abs(logits).max()) for logits in expected)
@@ -188,7 +188,7 @@ def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_
                 assert np.abs(logits[begin : begin + count] - expected[row][start : start + count]).max() < limit
                 runner.kv.commit(row, start + int(random.integers(1, count + 1)))
         runner.kv.check()
-    if name == "bamba":  # the last round of a row that was moved, behind drafts that were accepted
+    if name == "bamba":  # the last round of a row that was moved, after drafts that were accepted
         start = runner.kv.state_len(1)
         runner.move_row(1, 3)
         assert (runner.kv.state_len(3), runner.kv.kv_len(1)) == (start, 0)
@@ -229,18 +229,20 @@ def test_sampled_texts_follow_the_target(name: str, seed: int, number: int, tmp_
         params = SamplingParams(temperature=1.0)
         prompt = make_prompts(seed)[number]
         tree = LogitTree(engine.target, prompt)
-        partition = Partition(conditional(tree, Sampler(params, prompt, tree.vocab_size)), depth, runs)
+        partition = Partition(make_conditional(tree, Sampler(params, prompt, tree.vocab_size)), depth, runs)
         assert len(partition.probabilities) >= 7, "nothing to tell apart"
         each = [replace(params, seed=i, max_tokens=depth + 1, ignore_eos=True) for i in range(runs)]
         for way in ("draft-model", "suffix"):  # suffixes are those of the texts that the draft model helped with
             results = engine.generate([prompt] * runs, each, drafter=way, num_speculative_tokens=3)
             outcomes = [tuple(result.token_ids[:depth]) for result in results]
-            assert judge("engine", way, 0, partition, outcomes, depth, 1e-4).passed
+            assert assess_outcomes("engine", way, 0, partition, outcomes, depth, 1e-4).passed
             accepted = sum(result.stats.accepted for result in results)
             assert 0 < accepted < sum(result.stats.drafted for result in results)
         colder = [replace(one, temperature=0.5) for one in each]
         outcomes = [tuple(result.token_ids[:depth]) for result in engine.generate([prompt] * runs, colder)]
-        assert not judge("engine", "colder", 0, partition, outcomes, depth, 1e-4).passed, "the test sees nothing"
+        assert not assess_outcomes("engine", "colder", 0, partition, outcomes, depth, 1e-4).passed, (
+            "the test sees nothing"
+        )
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ MUTANTS = {
         "if not draws(j).accept * draft_probability",
         "if not draws(j).resample * draft_probability",
     ),
-    "accept: a greedy draft stays behind a token that does not": Mutant(
+    "accept: a greedy draft stays after a token that does not": Mutant(
         "sampling/accept.py", "accept",
         "        if token != (chosen := greedy(j)):\n            return Verdict(j,",
         "        if token != (chosen := greedy(j)) and not j:\n            return Verdict(j,",
@@ -55,7 +55,7 @@ MUTANTS = {
         "chances.append(chance)",
     ),
     "tree: siblings are drawn with replacement": Mutant(
-        "sampling/tree.py", "tree drawn_siblings",
+        "sampling/tree.py", "tree draw_siblings",
         "rest[[token for token in tokens if token < len(rest)]] = 0.0",
         "pass",
     ),

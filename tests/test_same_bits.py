@@ -36,7 +36,7 @@ MIXED = {
 }  # fmt: skip
 
 Sizes = Iterator[tuple[int, int]]
-"""Of each step of a row: the tokens of its text, and wrong drafts behind them."""
+"""Of each step of a row: the tokens of its text, and wrong drafts after them."""
 Made = tuple[ModelEntry, Path]
 """An engine: its manifest entry, and the folder that its path is in."""
 

@@ -6,7 +6,7 @@
     python tools/architecture_sweep.py --list
 
 The model is made from its configuration class with small sizes, saved, and built as ``specexport build`` does. Logits
-of ragged steps of 1 to K+1 tokens, behind rollbacks, must be those of eager transformers; greedy texts with drafts must
+of ragged steps of 1 to K+1 tokens, after rollbacks, must be those of eager transformers; greedy texts with drafts must
 be those without. Each architecture runs in a separate process with a time limit. Results of another version of
 transformers are dropped. Exit status: 0, 1 if there is a defect (a traceback, a difference, or no end), 2 wrong usage.
 """

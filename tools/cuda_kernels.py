@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LIBRARY, PROVIDER = "onnxruntime/capi/libonnxruntime_providers_cuda.so", "CUDAExecutionProvider"
-GPU_CODE = b"\x50\xed\x55\xba"  # begins behind all code and strings for the host, whose offsets are their addresses
+GPU_CODE = b"\x50\xed\x55\xba"  # begins after all code and strings for the host, whose offsets are their addresses
 CALL = re.compile(rb"\xff[\x90-\x97](....)", re.DOTALL)  # call *offset(%register)
 STRING, START, END = rb"\x48\x8d\x15(....)", rb"\xba(....)", rb"\xb9(....)"  # lea offset(%rip),%rdx; mov to %edx, %ecx
 LOOK_BACK, LONGEST = 24, 400  # bytes in front of a call, and of all registration of a kernel

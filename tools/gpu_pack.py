@@ -218,7 +218,7 @@ def _section(data: mmap.mmap) -> tuple[int, int]:
         start = entries[names][2] + name
         if data[start : start + len(SECTION) + 1] == SECTION + b"\0":
             if begin + size > len(data):
-                raise ValueError(f"section {SECTION.decode()} ends behind the file")
+                raise ValueError(f"section {SECTION.decode()} ends after the file")
             return begin, begin + size
     raise ValueError(f"no section {SECTION.decode()}")
 

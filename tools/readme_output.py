@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- demo output -->\n).*?(<!-- end -->\n)", re.DOTALL)
 MEASURED = "\nGreedy, "
-"""How the measurement begins, behind the streamed text."""
+"""How the measurement begins, after the streamed text."""
 TEXT_LINES = 2
 
 

@@ -47,7 +47,7 @@ def parse_args() -> argparse.Namespace:
     add("--adam-lr", type=float, default=3e-3, help="peak rate of the rest (AdamW)")
     add("--optimizer", choices=["muon", "adamw"], default="muon")
     add("--resume", type=Path, help="folder of a saved pair to go on from")
-    add("--done", type=float, default=0.0, help="share of the schedule it had behind it")
+    add("--done", type=float, default=0.0, help="share of the schedule it had after it")
     add("--max-files", type=int, default=None, help="train on fewer files, for a trial")
     add("--log-seconds", type=float, default=300.0, help="time between held-out losses")
     add("--save-seconds", type=float, default=600.0, help="time between saves")

@@ -6,7 +6,7 @@
 // there are few items, and are put together in one order: a token's result knows nothing of what stands beside it.
 //
 // A row's new tokens may be a tree. Each of its chains is an item of its own, which reads the entries of its path as if
-// they lay one behind the other: positions, windows and bits are those of the same text in a step without branches.
+// they lay one after the other: positions, windows and bits are those of the same text in a step without branches.
 #include "kernels.h"
 #include "operator.h"
 
@@ -65,7 +65,7 @@ Status* make(const KernelInfo* info, void** kernel) {
 struct Block {
   int64_t row, token, count, at, first, last, part;  // `part`: its first among the parts of all blocks, for one head
   int64_t slot;                                      // the entry of its first token
-  const int32_t* path;  // of a branch, of each position behind the past: which of the row's new tokens is there
+  const int32_t* path;  // of a branch, of each position after the past: which of the row's new tokens is there
 };
 
 struct Step {
@@ -329,7 +329,7 @@ int64_t depth_of(const int64_t* parents, int64_t token, int32_t* path) {
   return depth;
 }
 
-// Tokens behind one whose parent is the one before them.
+// Tokens after one whose parent is the one before them.
 int64_t run_of(const int64_t* parents, int64_t token, int64_t count) {
   int64_t end = token + 1;
   while (end < count && parents[end] == 1) end++;

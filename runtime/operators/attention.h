@@ -45,7 +45,7 @@ struct Workspace {
 // Kernels of one instruction set. All of them compute each query alone, in an order that knows nothing of the others.
 struct AttentionKernels {
   void (*attend)(const Queries&, int64_t from, int64_t to, State, Workspace);  // over entries [from, to) of one part
-  void (*merge)(State total, State part, int64_t queries, int64_t v_pad);      // what comes behind it
+  void (*merge)(State total, State part, int64_t queries, int64_t v_pad);      // what comes after it
   // Weighted means of one query [v_dim], times `scales` unless null; `sink` is one more score, without a value.
   void (*finish)(State, int64_t query, int64_t v_pad, int64_t v_dim, const float* sink, const float* scales, float*);
 };

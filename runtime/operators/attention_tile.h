@@ -74,7 +74,7 @@ INLINE V capped(V x, float cap) {
   return all(cap) * (size < all(0.25f) ? near : y < V{} ? -far : far);
 }
 
-// LANES floats of a row from `at` on, with zeros behind its end.
+// LANES floats of a row from `at` on, with zeros after its end.
 template <class T>
 INLINE V load_tail(const T* row, int64_t at, int64_t size) {
   if (at + LANES <= size) return load(row + at);

@@ -225,7 +225,7 @@ ORT_EXPORT ort::Status* ORT_CALL RegisterCustomOps(ort::SessionOptions* options,
 
 // Which kernels run here: "avx512vnni", "avx2", …
 ORT_EXPORT const char* specexport_kernels() { return specexport::isa_name(specexport::isa()); }
-// All that there are, by index, and whether this processor runs them; null behind the last.
+// All that there are, by index, and whether this processor runs them; null after the last.
 ORT_EXPORT const char* specexport_kernels_at(int index, int* runs) {
   if (index < 0 || index >= specexport::kNumIsas) return nullptr;
   *runs = specexport::runs_here(specexport::Isa(index));

@@ -17,7 +17,7 @@ namespace specexport {
 //             out = fma(S * d, unit, out), or fma(fma(T, dmin, S * d), unit, out)
 //   others    activation = scale * code, for 32 of them: S = sum of (weight's code - zero) * code over a block's part
 //             out = fma(S, weight's scale * scale, out), then out = fma(offset, scale * sum of codes, out)
-constexpr size_t kSlotScales = 256;        // float32 [8] behind the codes
+constexpr size_t kSlotScales = 256;        // float32 [8] after the codes
 constexpr size_t kSlotCompensation = 288;  // int32 [8, parts], zero-point compensation: what S begins with;
                                            // then, for offsets, float32 [8, parts]: scale * sum of codes
 constexpr size_t kSlotFactors = 256;       // of K-quants: int32 [8]: k, in both halves where products are of pairs

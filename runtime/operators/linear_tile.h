@@ -327,7 +327,7 @@ static void multiply_all(const Product& p, int64_t first_tile, int64_t last_tile
     for (int64_t k = 0; k < layout.K; k += step) {
       const int64_t inputs = layout.K - k < step ? layout.K - k : step;
       const Panel& s = inputs == kPanelInputs ? layout.whole : layout.last;
-      // What lies kAhead behind the head of a panel comes next. Fetched in part, or later: 1.2 times as long (Zen 5).
+      // What lies kAhead after the head of a panel comes next. Fetched in part, or later: 1.2 times as long (Zen 5).
       for (size_t i = 0; !format.is_float() && i < s.codes; i += 64) prefetch(at + kAhead + i);
       if (!format.is_float() && !format.is_k_quant()) expand(format, s, at, scales, offsets);
       if (unit) unit->unpack(at + s.codes, format.lookup, s.blocks, unit->lines);

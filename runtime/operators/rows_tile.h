@@ -45,7 +45,7 @@ TARGET float largest(const float* x, int64_t count) {
   return has_nan ? __builtin_nanf("") : found;
 }
 
-// The last logits of a row, and -inf behind them: what has no mass.
+// The last logits of a row, and -inf after them: what has no mass.
 struct Rest {
   float x[LANES];
   Rest(const float* from, int64_t count) {
@@ -53,7 +53,7 @@ struct Rest {
   }
 };
 
-// Sum of what `mass_at(place)` gives for each vector; those behind the last whole one are of `rest`.
+// Sum of what `mass_at(place)` gives for each vector; those after the last whole one are of `rest`.
 template <bool kStores, class Mass, class Last>
 INLINE double over(int64_t count, double* out, Mass mass, Last last) {
   V sum = V{}, other = V{};

@@ -59,7 +59,7 @@ class TensorSpec(NamedTuple):
 CONTEXT_ID = -1
 """In ``input_ids`` of heads that fill blocks, or read the draft: an entry that has a feature and no token."""
 AHEAD_ID = -2
-"""In ``input_ids`` of MTP modules in turn, less its id: a token that has no feature yet, behind those that have."""
+"""In ``input_ids`` of MTP modules in turn, less its id: a token that has no feature yet, after those that have."""
 INPUT_IDS = TensorSpec(
     "input_ids",
     "int64",
@@ -118,7 +118,7 @@ STATE_STEPS = TensorSpec(
     ("B", 4),
     "index",
     "models with recurrences only: of each row, how many pending entries enter the state for good before the step, how "
-    "many behind them stay drafts, how many of the step's tokens enter the state for good, and how many of them are "
+    "many after them stay drafts, how many of the step's tokens enter the state for good, and how many of them are "
     "drafts; all 0 for an idle row",
 )
 K_CACHE = TensorSpec(
@@ -140,14 +140,14 @@ STATE = TensorSpec(
     "float32",
     ("B", 1, "Z"),
     "cache",
-    "state of recurrence i behind the last token that is no draft, updated in place",
+    "state of recurrence i after the last token that is no draft, updated in place",
 )
 PENDING = TensorSpec(
     "pending.{i}",
     "float32",
     ("B", 1, "S", "Y"),
     "cache",
-    "what the drafts behind that token gave to recurrence i, updated in place: those that are accepted enter the state "
+    "what the drafts after that token gave to recurrence i, updated in place: those that are accepted enter the state "
     "in the next step",
 )
 LAYER_MASK = TensorSpec(
@@ -259,7 +259,7 @@ FEATURE_INPUTS = (WANT_FEATURES, TOKEN_FEATURES)
 """Inputs of a target with a draft head, and of the head."""
 
 AFTER_NORM = -1
-"""Stands for the hidden state behind a target's last norm, among those that a draft head reads."""
+"""Stands for the hidden state after a target's last norm, among those that a draft head reads."""
 
 CACHE_INPUTS = (K_CACHE, V_CACHE)
 STATE_INPUTS = (STATE, PENDING)
@@ -373,7 +373,7 @@ def num_pending(lookahead: int, *, drafts_itself: bool) -> int:
     """S: tokens whose inputs wait beside a row's state, at most.
 
     A verify step leaves K drafts, all of which may be accepted. A target that drafts with its own layers has K steps
-    before the next one, which may settle nothing: what they read waits behind those.
+    before the next one, which may settle nothing: what they read waits until after those.
     """
     return kv_slack(lookahead) + (lookahead if drafts_itself else 0)
 

@@ -97,7 +97,7 @@ class AsyncRequest:
 
     def batches(self) -> "ChunkIterator[list[StreamChunk]]":
         """Chunks as they come, up to ``MAX_AT_A_TIME`` of them at a time; otherwise as iterating over the request."""
-        return self._iterate(_take_some)
+        return self._iterate(_pop_chunks)
 
     def _iterate(self, take: "Callable[[deque[StreamChunk]], T]") -> "ChunkIterator[T]":
         if self._iterated:
@@ -224,12 +224,12 @@ class EventLoopQueue:
             request.receive(item)
 
 
-def _owner_of(options: RequestOptions) -> str:
+def _get_owner(options: RequestOptions) -> str:
     owner = options.get("owner", "")
     return owner if isinstance(owner, str) else ""  # which the engine refuses
 
 
-def _take_some(chunks: "deque[StreamChunk]") -> list[StreamChunk]:
+def _pop_chunks(chunks: "deque[StreamChunk]") -> list[StreamChunk]:
     return [chunks.popleft() for _ in range(min(len(chunks), MAX_AT_A_TIME))]
 
 
@@ -341,12 +341,12 @@ class AsyncSpecEngine:
 
     async def submit_all(self, requests: Sequence[RequestSpec]) -> list[AsyncRequest]:
         """Queue several requests, all or none; errors as :meth:`submit`."""
-        owners = Counter(_owner_of(spec.options) for spec in requests)
+        owners = Counter(_get_owner(spec.options) for spec in requests)
         self._check_room(len(requests), owners)
         length = sum(len(spec.prompt) + len(spec.reference or ()) for spec in requests)
         forms = [spec.params.structured_outputs for spec in requests if spec.params.structured_outputs is not None]
         compiles = not all(map(self.engine.has_form, forms))
-        taken = [AsyncRequest(self, _owner_of(spec.options)) for spec in requests]
+        taken = [AsyncRequest(self, _get_owner(spec.options)) for spec in requests]
         if taken:
             self._active.update(taken)
             self._held.update(owners)
@@ -354,7 +354,7 @@ class AsyncSpecEngine:
         try:
             if length > _LONG_PROMPT or compiles:
                 lane: Lane = "forms" if compiles else "brief" if length <= _VERY_LONG else "long"
-                await self._queue_elsewhere(requests, taken, lane)
+                await self._queue_on_thread(requests, taken, lane)
             else:
                 self._queue(requests, taken)
         except asyncio.CancelledError:
@@ -415,11 +415,11 @@ class AsyncSpecEngine:
     ) -> GenerationResult:
         """Answer one conversation; arguments as :meth:`SpecEngine.chat`, errors as :meth:`generate`."""
         encode = partial(self.engine.encode_chat, messages, tools, template_arguments, continue_final_message)
-        prompt = await self.aside(encode, _owner_of(options), lane="brief")
+        prompt = await self.run_aside(encode, _get_owner(options), lane="brief")
         return (await self.generate(prompt, params, **options))[0]
 
     @contextmanager
-    def place(self, owner: str = "") -> Iterator[None]:
+    def hold_place(self, owner: str = "") -> Iterator[None]:
         """Hold a place among the requests of an owner while one is planned; errors as :meth:`submit`."""
         self._check_room(1, {owner: 1})
         self._held[owner] += 1
@@ -430,7 +430,9 @@ class AsyncSpecEngine:
             self._held -= Counter([owner])
             self._planned -= 1
 
-    async def aside(self, work: Callable[[], T], owner: str = "", *, lane: Lane = "long", is_taken: bool = False) -> T:
+    async def run_aside(
+        self, work: Callable[[], T], owner: str = "", *, lane: Lane = "long", is_taken: bool = False
+    ) -> T:
         """The result of work on a long text, such as tokenizing it, which must not hold up the event loop.
 
         One piece of a lane after the other is done, the owners in turns; no lane waits for others. If the task is
@@ -442,7 +444,7 @@ class AsyncSpecEngine:
         """
         if not is_taken:
             self._check_admits()
-            limits = (OwnerLimitError, self.max_requests_per_owner, owner), (QueueFullError, self._most_held, None)
+            limits = (OwnerLimitError, self.max_requests_per_owner, owner), (QueueFullError, self._max_held, None)
             for kind, limit, whose in limits:
                 if limit is not None and self._lanes[lane].num_waiting(whose) >= limit:
                     raise kind(f"{limit} requests wait to be read.", "try again later.")
@@ -450,7 +452,7 @@ class AsyncSpecEngine:
         return result
 
     @property
-    def is_working_aside(self) -> bool:
+    def has_work_aside(self) -> bool:
         """Whether a piece of work is going on that cannot be stopped: the interpreter would wait for it at its end."""
         return any(lane.is_busy for lane in self._lanes.values())
 
@@ -498,7 +500,7 @@ class AsyncSpecEngine:
             self._idle.set()
 
     @property
-    def _most_held(self) -> int | None:
+    def _max_held(self) -> int | None:
         return None if self.max_waiting is None else self.engine.max_num_seqs + self.max_waiting
 
     def _check_room(self, count: int, owners: Mapping[str, int]) -> None:
@@ -508,7 +510,7 @@ class AsyncSpecEngine:
             )
         self.engine.check_may_wait("AsyncSpecEngine.submit()")
         self._check_admits()
-        limit = self._most_held
+        limit = self._max_held
         for wanted, most in [(count, limit), *((each, self.max_requests_per_owner) for each in owners.values())]:
             if most is not None and wanted > most:
                 raise InvalidRequestError(f"{wanted} requests at once; at most {most} can ever be held.", "send fewer.")
@@ -533,7 +535,7 @@ class AsyncSpecEngine:
         for request, handle in zip(taken, handles, strict=True):
             request.attach(handle)
 
-    async def _queue_elsewhere(
+    async def _queue_on_thread(
         self, requests: Sequence[RequestSpec], taken: Sequence[AsyncRequest], name: Lane
     ) -> None:
         """As :meth:`_queue`, on another thread. Where that has begun, cancelling the task cancels the requests."""

@@ -12,7 +12,7 @@ from specexport_runtime.engine_load import load_engine_parts
 from specexport_runtime.engine_options import EngineOptions, make_options, with_keywords
 from specexport_runtime.engine_parts import EngineParts, assemble, check_empty
 from specexport_runtime.errors import EngineClosedError
-from specexport_runtime.intake.checks import one_each
+from specexport_runtime.intake.checks import expand_per_prompt
 from specexport_runtime.intake.drafting import RequestOptions, RequestSpec, request_specs, resolve_draft_plan
 from specexport_runtime.intake.pins import PinnedPrefixes
 from specexport_runtime.intake.prompts import PromptEncoder
@@ -208,7 +208,7 @@ class SpecEngine(PromptEncoder):
             InvalidRequestError: one of them can never be served; none is queued.
             EngineClosedError: the engine was closed; an ``EngineDeadError`` if a defect ended it.
         """
-        each = one_each(listeners, len(requests), "listeners")
+        each = expand_per_prompt(listeners, len(requests), "listeners")
         handles = []
         for spec, listener in zip(requests, each, strict=True):
             seq = self._builder.build(0, spec.prompt, spec.params, spec.options, spec.reference, stream=True)
@@ -290,7 +290,7 @@ class SpecEngine(PromptEncoder):
             params: sampling parameters; None is greedy.
             tools: as :meth:`format_chat`. The text has the calls as the model writes them.
             template_arguments: as :meth:`format_chat`.
-            continue_final_message: as :meth:`format_chat`. The text is what comes behind the message.
+            continue_final_message: as :meth:`format_chat`. The text is what comes after the message.
             **options: as :meth:`submit`.
 
         Raises:

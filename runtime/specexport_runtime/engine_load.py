@@ -15,16 +15,16 @@ from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.engine_parts import (
     DEFAULT_BATCHED_TOKENS,
     EngineParts,
-    describe_abilities,
-    offer_of,
-    self_draft_obstacle,
+    find_self_draft_obstacle,
+    make_capabilities,
+    make_offer,
 )
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors import operators
 from specexport_runtime.executors.base import EngineBackend, Executor
-from specexport_runtime.executors.open import backend_of, backends_with, open_executor
+from specexport_runtime.executors.open import find_engine_backend, list_engine_backends_with, open_executor
 from specexport_runtime.intake.checks import check_adapter
-from specexport_runtime.intake.drafting import DraftDefaults, stage_names
+from specexport_runtime.intake.drafting import DraftDefaults, resolve_stage_names
 from specexport_runtime.intake.speculative_config import parse_speculative_config
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.layer_choice import LayerRules
@@ -49,7 +49,7 @@ def _load(path: Path, options: EngineOptions) -> EngineParts:
     bundle = load_bundle(
         path, max_model_len=options.max_model_len, max_num_seqs=options.max_num_seqs, prefix_rows=options.prefix_rows
     )
-    backend = backend_of(bundle.manifest.models["target"].backend)
+    backend = find_engine_backend(bundle.manifest.models["target"].backend)
     _check_backend(backend, options)
     check_adapter(options.lora, bundle.manifest.models["target"].chosen_adapters)
     defaults = _draft_defaults(bundle, options)
@@ -72,7 +72,7 @@ def _load(path: Path, options: EngineOptions) -> EngineParts:
                 gives_back=options.kv_bytes is not None,
                 target=executors.get("target"),
             )
-        parts = _parts_of(bundle, executors, defaults, options)._replace(
+        parts = _make_parts(bundle, executors, defaults, options)._replace(
             cut_head=cut_head, mask=mask, token_map=token_map
         )
         if options.adaptive or "auto" in (defaults.drafter, defaults.lookahead):
@@ -89,14 +89,14 @@ def _check_backend(backend: EngineBackend | None, options: EngineOptions) -> Non
     if options.prefix_rows and (backend is None or not backend.copies_rows or not options.enable_prefix_caching):
         raise InvalidRequestError(
             f"prefix_rows is {options.prefix_rows}, and this engine keeps no prefixes.",
-            f"leave it out; prefixes need backend {backends_with('copies_rows')} and enable_prefix_caching.",
+            f"leave it out; prefixes need backend {list_engine_backends_with('copies_rows')} and enable_prefix_caching.",
         )
     gives_back = backend is not None and backend.gives_back and options.unpad_kv
     if options.kv_cache_memory_bytes is not None and not gives_back:
         raise InvalidRequestError(
             f"kv_cache_memory_bytes is {options.kv_cache_memory_bytes}, and this engine cannot give memory of its KV "
             "cache back.",
-            f"leave it out; a budget needs backend {backends_with('gives_back') or 'ort-cpu'} on Linux, and unpad_kv.",
+            f"leave it out; a budget needs backend {list_engine_backends_with('gives_back') or 'ort-cpu'} on Linux, and unpad_kv.",
         )
 
 
@@ -114,7 +114,7 @@ def _draft_defaults(bundle: Bundle, options: EngineOptions) -> DraftDefaults:
     return defaults if options.match_length is None else defaults._replace(match_length=options.match_length)
 
 
-def _parts_of(
+def _make_parts(
     bundle: Bundle, executors: Mapping[str, Executor], defaults: DraftDefaults, options: EngineOptions
 ) -> EngineParts:
     """The parts but for costs, and what of files belongs to the draft; the target can honour the ``defaults``."""
@@ -134,14 +134,14 @@ def _parts_of(
         chat_template=bundle.chat_template,
         special_tokens=manifest.vocabulary.special_tokens,
         draft_defaults=defaults,
-        self_obstacle=self_draft_obstacle(runner, manifest.models["target"]),
+        self_obstacle=find_self_draft_obstacle(runner, manifest.models["target"]),
         name=manifest.name,
         fingerprint=manifest.build_key,
         adapters=manifest.models["target"].chosen_adapters,
     )
     if defaults.drafter not in (None, "none"):
-        offer = offer_of(runner, parts)
-        stage_names(defaults.drafter, describe_abilities(offer, {}, lookahead=parts.lookahead, target=target))
+        offer = make_offer(runner, parts)
+        resolve_stage_names(defaults.drafter, make_capabilities(offer, {}, lookahead=parts.lookahead, target=target))
     suffixes = open_suffixes(
         bundle.tokenizer,
         tokenizer_sha256=manifest.vocabulary.tokenizer_sha256,

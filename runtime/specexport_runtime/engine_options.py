@@ -59,7 +59,7 @@ def _option(default: T, text: str, more: str = "", **others: Any) -> T:
     return made
 
 
-def _within(low: int, high: int | None = None) -> Check:
+def _make_range_check(low: int, high: int | None = None) -> Check:
     fix = f"give {low} or more." if high is None else f"choose a number from {low} to {high}."
 
     def check(value: int, name: str) -> None:
@@ -106,7 +106,7 @@ class EngineOptions:
         "Those of drafts and of prompts together; less where the target's engine takes less.",
         none="the bundle's, else 512",
         use=Use.ANY,
-        check=_within(1),
+        check=_make_range_check(1),
     )
     ttft_budget_ms: float | None = _option(
         None,
@@ -158,7 +158,7 @@ class EngineOptions:
         "Earlier texts kept in memory of their own, beside those of the sequences that are decoded.",
         "Each costs the memory of a sequence: a cache row.",
         use=Use.BATCH,
-        check=_within(0, MAX_NUM_SEQS),
+        check=_make_range_check(0, MAX_NUM_SEQS),
     )
     kv_cache_memory_bytes: int | str | None = _option(
         None,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from specexport_runtime.abi import kv_slack
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.token_map import STRETCH
-from specexport_runtime.bundle.tokenizer_load import whole_reader
+from specexport_runtime.bundle.tokenizer_load import make_whole_text_tokenizer
 from specexport_runtime.costs.curves import CostCurves, KnownCosts
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.decoding.memory_budget import MemoryBudget
@@ -18,7 +18,7 @@ from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import Executor
-from specexport_runtime.executors.open import backend_of, backends_with
+from specexport_runtime.executors.open import find_engine_backend, list_engine_backends_with
 from specexport_runtime.intake.builder import RequestBuilder
 from specexport_runtime.intake.drafting import Capabilities, DraftDefaults
 from specexport_runtime.intake.grammars import GrammarCompiler
@@ -80,7 +80,7 @@ def assemble(parts: EngineParts, options: EngineOptions) -> Assembly:
         raise InvalidRequestError(f"an engine is made of {parts!r:.80}.", "load a bundle: SpecEngine.load(PATH).")
     target, lookahead = parts.target, parts.lookahead
     max_model_len = options.max_model_len or parts.max_model_len
-    tokenizer = whole_reader(parts.tokenizer)
+    tokenizer = make_whole_text_tokenizer(parts.tokenizer)
     runner = ModelRunner(target, unpad_kv=options.unpad_kv, unpad_input=options.unpad_input)
     drafting = {
         role: ModelRunner(
@@ -95,7 +95,7 @@ def assemble(parts: EngineParts, options: EngineOptions) -> Assembly:
     }
     runners = [runner, *drafting.values()]
     memory = MemoryBudget(runners, limit=options.kv_bytes, slack=kv_slack(lookahead), max_model_len=max_model_len)
-    offer = offer_of(runner, parts)
+    offer = make_offer(runner, parts)
     drafters = make_drafters(
         DrafterParts(
             runner,
@@ -116,7 +116,7 @@ def assemble(parts: EngineParts, options: EngineOptions) -> Assembly:
         tokenizer,
         target.vocab_size,
         max_model_len,
-        describe_abilities(offer, drafters, lookahead=lookahead, target=target, weighed=weighed),
+        make_capabilities(offer, drafters, lookahead=lookahead, target=target, weighed=weighed),
         eos_token_ids=tuple(parts.eos_token_ids),
         defaults=parts.draft_defaults,
         grammars=GrammarCompiler(tokenizer, target.vocab_size, parts.eos_token_ids),
@@ -127,9 +127,9 @@ def assemble(parts: EngineParts, options: EngineOptions) -> Assembly:
     return Assembly(builder, _make_decoder(runners, drafters, weighed, memory, parts, options), drafting)
 
 
-def offer_of(target: ModelRunner, parts: EngineParts) -> DraftOffer:
+def make_offer(target: ModelRunner, parts: EngineParts) -> DraftOffer:
     """What there is to draft with."""
-    obstacle = parts.self_obstacle or self_draft_obstacle(target)
+    obstacle = parts.self_obstacle or find_self_draft_obstacle(target)
     return DraftOffer(parts.draft is not None, obstacle, head_obstacle(target, has_head=parts.head is not None))
 
 
@@ -166,7 +166,7 @@ def weigh_drafters(drafters: Mapping[str, Drafter], curves: CostCurves | None) -
     return weighed
 
 
-def describe_abilities(
+def make_capabilities(
     offer: DraftOffer,
     drafters: Mapping[str, Drafter],
     *,
@@ -203,7 +203,7 @@ def _make_decoder(
         runners[0],
         ChainDrafter(drafters, lengths),
         max_num_seqs=options.max_num_seqs or parts.max_num_seqs,
-        reuses_prefixes=options.enable_prefix_caching and _keeps_rows(runners),
+        reuses_prefixes=options.enable_prefix_caching and _can_reuse_rows(runners),
         pace=Pace(ttft_s, itl_s),
         memory=memory,
         max_num_batched_tokens=options.max_num_batched_tokens or parts.max_num_batched_tokens,
@@ -212,7 +212,7 @@ def _make_decoder(
     )
 
 
-def _keeps_rows(runners: Sequence[ModelRunner]) -> bool:
+def _can_reuse_rows(runners: Sequence[ModelRunner]) -> bool:
     """Whether every engine keeps its rows as prefix reuse needs them: where it says, and without padding."""
     return all(runner.unpad_kv and runner.executor.copies_rows for runner in runners)
 
@@ -228,7 +228,7 @@ def check_empty(decoder: Decoder, drafting: Mapping[str, ModelRunner]) -> None:
             raise SpecexportError(f"{runner.kv.num_committed} cache entries of the {role} were left behind.")
 
 
-def self_draft_obstacle(target: ModelRunner, entry: ModelEntry | None = None) -> Obstacle | None:
+def find_self_draft_obstacle(target: ModelRunner, entry: ModelEntry | None = None) -> Obstacle | None:
     """Why a target cannot draft with its own layers; None if it can. ``entry`` is None if it comes from no bundle."""
     if not (target.unpad_kv and target.unpad_input):
         return Obstacle("drafter 'self' needs unpadded KV and unpadded input.", "leave unpad_kv and unpad_input on.")
@@ -242,9 +242,9 @@ def self_draft_obstacle(target: ModelRunner, entry: ModelEntry | None = None) ->
             f"{why.rstrip('.')}.",
             "use drafter 'lookup', or build with --draft.",
         )
-    backend = backend_of(entry.backend)
+    backend = find_engine_backend(entry.backend)
     if backend is None or not backend.has_gates:
-        usable = backends_with("has_gates")
+        usable = list_engine_backends_with("has_gates")
         return Obstacle(
             f"drafter 'self' needs backend {usable}; this target was built for {entry.backend}.",
             f"build it with --backend {usable}.",

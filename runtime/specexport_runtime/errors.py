@@ -121,7 +121,7 @@ MORE_MEMORY = "end other programs, raise the limit (`ulimit -v`), or take a smal
 """A hint for IncompatibleErrors of a machine with too little memory."""
 
 
-def pip_install(*extras: str) -> str:
+def make_install_hint(*extras: str) -> str:
     """A hint: how to install extras of specexport, which is on no package index.
 
     From a clone that holds this file, its folder's command; elsewhere one for a clone and for a wheel.
@@ -134,12 +134,12 @@ def pip_install(*extras: str) -> str:
     return f"pip install 'PATH{wanted}', PATH being specexport's clone or wheel."
 
 
-def not_installed(names: list[str]) -> str:
+def describe_not_installed(names: list[str]) -> str:
     """``onnx, which is not installed``, for one package or several."""
     return f"{', '.join(names)}, which {'is' if len(names) == 1 else 'are'} not installed"
 
 
-def write_fault(error: OSError) -> tuple[str, str] | None:
+def describe_write_fault(error: OSError) -> tuple[str, str] | None:
     """What is wrong with a place that cannot be written to, and the way out; None for any other error."""
     import errno
 

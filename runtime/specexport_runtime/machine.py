@@ -79,20 +79,20 @@ def free_memory() -> int | None:
     return free
 
 
-def too_little_memory(needs: int) -> str:
+def describe_memory_shortage(needs: int) -> str:
     """``not enough memory``, with the bytes that are needed and those that may be used."""
     free = free_memory()
     used = "" if free is None else f", {free / 1e9:.1f} GB may be used"
     return f"not enough memory: needs about {max(0.1, needs / 1e9):.1f} GB{used}"
 
 
-def lacks_memory(error: BaseException) -> bool:
+def is_memory_error(error: BaseException) -> bool:
     """Whether an error, of a library as well, says that the system gave no memory."""
     said = "bad.alloc|failed to map segment|cannot allocate memory|out of memory"
     return isinstance(error, MemoryError) or re.search(said, str(error), re.IGNORECASE) is not None
 
 
-def too_high_load() -> float | None:
+def find_excessive_load() -> float | None:
     """The load of the last minute where it is above the usable cores; None where it is not, or is not known."""
     try:
         load = os.getloadavg()[0]
@@ -101,7 +101,7 @@ def too_high_load() -> float | None:
     return load if load > available_cores() else None
 
 
-def most_threads() -> int:
+def max_thread_count() -> int:
     """More compute threads than this are a mistake: four a core, and on any machine some dozens to experiment with."""
     return max(64, 4 * (os.cpu_count() or 1))
 
@@ -141,7 +141,7 @@ def _processor_facts() -> dict[str, str]:
     }
 
 
-def versions_of(packages: Iterable[str]) -> dict[str, str]:
+def read_versions(packages: Iterable[str]) -> dict[str, str]:
     """Installed version of each package; those that are not installed are left out."""
     found = {}
     for name in packages:
@@ -151,7 +151,7 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
 
 
 def _version(package: str) -> str:
-    return versions_of([package]).get(package, "not installed")
+    return read_versions([package]).get(package, "not installed")
 
 
 def processor_fields() -> dict[str, str]:

@@ -30,8 +30,8 @@ class SideWork:
             raise _closed()
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, {})[result] = work
-        result.add_done_callback(partial(self._take_back, owner))
-        self._go_on()
+        result.add_done_callback(partial(self._remove_piece, owner))
+        self._start_next_piece()
         return result
 
     def drop(self, owner: str, result: "asyncio.Future[Any]") -> None:
@@ -47,19 +47,19 @@ class SideWork:
             result.set_exception(_closed())
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _take_back(self, owner: str, result: "asyncio.Future[Any]") -> None:
+    def _remove_piece(self, owner: str, result: "asyncio.Future[Any]") -> None:
         pieces = self._waiting.get(owner, {})
         if pieces.pop(result, None) is not None and not pieces:
             del self._waiting[owner]
 
-    def _go_on(self) -> None:
+    def _start_next_piece(self) -> None:
         if self.is_busy or not self._waiting:
             return
         owner, pieces = next(iter(self._waiting.items()))
         result, work = next(iter(pieces.items()))
-        self._take_back(owner, result)
+        self._remove_piece(owner, result)
         if self._waiting.pop(owner, None):
-            self._waiting[owner] = pieces  # behind the others
+            self._waiting[owner] = pieces  # after the others
         self.is_busy = True
         running = asyncio.get_running_loop().run_in_executor(self._thread, lambda: None if result.done() else work())
         running.add_done_callback(partial(self._end, result))
@@ -71,7 +71,7 @@ class SideWork:
             result.set_exception(error)
         elif not result.done():
             result.set_result(running.result())
-        self._go_on()
+        self._start_next_piece()
 
 
 def _closed() -> EngineClosedError:

@@ -28,7 +28,7 @@ AUTO_MODEL_LEN = 4096
 
 
 HeadNeed = Literal["later tokens", "earlier guesses", "lent caches", "corrected logits"]
-"""What a kind of draft head may need beside a causal step over features: tokens of a block see those behind them; a
+"""What a kind of draft head may need beside a causal step over features: tokens of a block see those after them; a
 row's logits are of all tokens that it ends in; its attention reads the target's caches; the host corrects the logits of
 each place by the tokens drafted in front of it."""
 
@@ -81,7 +81,7 @@ class PartRecipe:
     chooses_adapters: bool
 
     @property
-    def small_caches(self) -> bool:
+    def has_small_caches(self) -> bool:
         """Whether KV caches hold less than the model computes."""
         return self.kv_cache_dtype != self.model_dtype
 
@@ -197,7 +197,7 @@ class Backend:
         """Whether draft heads with these needs can be built."""
         return self.head_needs is not None and needs <= self.head_needs
 
-    def head_obstacle(self, kind: str, needs: frozenset[HeadNeed], recipe: PartRecipe) -> str | None:
+    def find_head_refusal(self, kind: str, needs: frozenset[HeadNeed], recipe: PartRecipe) -> str | None:
         """Why a kind of draft head cannot be built; None if it can."""
         del recipe
         return None if self.meets(needs) else f"backend {self.name} runs no {kind} heads"
@@ -225,7 +225,7 @@ class Backend:
         """
         raise NotImplementedError
 
-    def check_obstacle(self, recipe: PartRecipe) -> str | None:
+    def find_unchecked_reason(self, recipe: PartRecipe) -> str | None:
         """Why engines cannot be compared with eager transformers here; None if they can."""
         del recipe
         return None

@@ -31,7 +31,7 @@ class OperatorSignature(NamedTuple):
 
 def check_kernels(ir_model: "ir.Model") -> None:
     """Refuse a graph with an operator that has no CUDA kernel for its types: UnsupportedModelError names both."""
-    missing = ", ".join(sorted(set(missing_kernels(ir_model))))
+    missing = ", ".join(sorted(set(find_missing_kernels(ir_model))))
     if missing:
         hint = (
             "build with another dtype, or for backend ort-cpu." if " of " in missing else "build for backend ort-cpu."
@@ -39,18 +39,20 @@ def check_kernels(ir_model: "ir.Model") -> None:
         raise UnsupportedModelError(f"onnxruntime-gpu has no CUDA kernel for {missing}.", hint)
 
 
-def missing_kernels(ir_model: "ir.Model") -> Iterator[str]:
+def find_missing_kernels(ir_model: "ir.Model") -> Iterator[str]:
     """Operators without a CUDA kernel, with the opset's version, or the types that its kernels do not take."""
     for node in ir_model.graph.all_nodes():
         since, inputs, outputs = _signature(node.op_type, node.domain, ir_model.opset_imports[node.domain])
         # As ONNX Runtime decides: a kernel without a last version is for the version alone that it begins with.
         found = [
             types
-            for first, last, types in _kernels().get(f"{node.domain}:{node.op_type}", [])
+            for first, last, types in _load_kernels().get(f"{node.domain}:{node.op_type}", [])
             if since == first or first <= since <= last
         ]
         values = zip(
-            (*_padded(inputs, node.inputs), *_padded(outputs, node.outputs)), (*node.inputs, *node.outputs), strict=True
+            (*_repeat_last(inputs, node.inputs), *_repeat_last(outputs, node.outputs)),
+            (*node.inputs, *node.outputs),
+            strict=True,
         )
         given = {(name, v.dtype.numpy().name) for name, v in values if v is not None and v.dtype is not None}
         refused = [{dtype for name, dtype in given if dtype not in types.get(name, [dtype])} for types in found]
@@ -60,13 +62,13 @@ def missing_kernels(ir_model: "ir.Model") -> Iterator[str]:
             yield f"{what} of {', '.join(sorted(wrong))}" if wrong else what
 
 
-def _padded(names: list[str], values: Sequence[object]) -> list[str]:
+def _repeat_last(names: list[str], values: Sequence[object]) -> list[str]:
     """A type parameter for each value; the last one is repeated."""
     return (names + (names[-1:] or [""]) * len(values))[: len(values)]
 
 
 @cache
-def _kernels() -> dict[str, list[Kernels]]:
+def _load_kernels() -> dict[str, list[Kernels]]:
     found: dict[str, list[Kernels]] = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines()[1:]:
         name, versions, *given = line.split(" ")

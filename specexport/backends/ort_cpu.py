@@ -37,7 +37,7 @@ class OrtCpu(Backend):
     def build(self, ir_model: "ir.Model", job: BuildJob) -> EngineEntry:
         """See ``Backend.build``."""
         from specexport.backends.ort import write_onnx, write_padded_onnx
-        from specexport.lowering.common import fusions, step_inputs
+        from specexport.lowering.common import select_fusions, step_inputs
         from specexport.lowering.feature_gate import feature_size
         from specexport.lowering.layer_gate import LAYER_GATE
         from specexport.passes.block_linear import packed_formats
@@ -47,7 +47,7 @@ class OrtCpu(Backend):
         recipe, role, folder = job.recipe, job.role, job.folder
         with job.clock.stage("lower", role, self.name):
             padded_model, given = _padded_model(ir_model, job), feature_size(ir_model)
-            gated = _gates_first(job) or (recipe.self_draft and role == "target")
+            gated = _needs_first_gate(job) or (recipe.self_draft and role == "target")
             blocks = find_residual_blocks(ir_model) if gated else None
             done = run_lowering(ir_model, _passes(job, blocks))
             if padded_model is not None:
@@ -68,13 +68,13 @@ class OrtCpu(Backend):
             padded=padded,
             gates=gates,
             feature_size=given or job.feature_size,
-            fused=fusions(done),
+            fused=select_fusions(done),
             weight_formats=() if job.quantize == KEPT.name else formats,  # else those of the checkpoint
             packed_bytes=(stored, count * ITEM_BYTES[self.computes]),
         )
 
 
-def _gates_first(job: BuildJob) -> bool:
+def _needs_first_gate(job: BuildJob) -> bool:
     """Whether the layers are of draft heads of which the first alone reads them."""
     return job.first_only and bool(job.layers)
 
@@ -96,7 +96,7 @@ def _passes(job: BuildJob, blocks: "ResidualBlocks | None" = None, *, padded_kv:
         *([rotary_pass(job.max_model_len, job.max_positions)] if fuse else []),
         *caches,
         *operator_passes(trees=job.role == "target"),
-        *gate_passes(blocks, fuse=fuse, first_only=_gates_first(job)),
+        *gate_passes(blocks, fuse=fuse, first_only=_needs_first_gate(job)),
         feature_pass(),
         adapters,
     ]

@@ -6,7 +6,7 @@ from specexport.backends.base import ANY_ARCHITECTURE, PartRecipe
 from specexport.host import query_gpus
 
 
-def present_architecture() -> str | None:
+def query_gpu_architecture() -> str | None:
     """Architecture of the first GPU of this machine, for example ``"89"``; None without one."""
     try:
         found = query_gpus("compute_cap")
@@ -15,9 +15,9 @@ def present_architecture() -> str | None:
     return found[0].replace(".", "") if found else None
 
 
-def gpu_check_obstacle(recipe: PartRecipe) -> str | None:
+def find_gpu_unchecked_reason(recipe: PartRecipe) -> str | None:
     """Why engines for a GPU cannot be compared with eager transformers here; None if they can."""
-    present = present_architecture()
+    present = query_gpu_architecture()
     if present is None:
         return f"not checked: {recipe.backend} engines run on a GPU only, and there is none here"
     if recipe.sm and present not in recipe.sm and ANY_ARCHITECTURE not in recipe.sm:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from specexport.backends.base import Backend, BuildJob, HeadNeed, PartRecipe
-from specexport.backends.present_gpu import gpu_check_obstacle
+from specexport.backends.present_gpu import find_gpu_unchecked_reason
 from specexport.backends.profiles import SMALLEST_PREFILL, engine_kv_capacity, kv_bytes, most_new_tokens, plan_profiles
 from specexport.backends.trt_package import PACKAGES, resolve_architectures
 from specexport_runtime.abi import ITEM_BYTES, LayerGeometry
@@ -46,11 +46,11 @@ class TensorRt(Backend):
     head_needs: frozenset[HeadNeed] | None = frozenset(["later tokens"])
     fixed_sizes = True
 
-    def head_obstacle(self, kind: str, needs: frozenset[HeadNeed], recipe: PartRecipe) -> str | None:
+    def find_head_refusal(self, kind: str, needs: frozenset[HeadNeed], recipe: PartRecipe) -> str | None:
         """See ``Backend.head_obstacle``."""
         if "later tokens" in needs and recipe.lowering == "plugin":
             return f"the attention plugin is causal, and tokens of a {kind} head see later ones: leave --lowering out"
-        return super().head_obstacle(kind, needs, recipe)
+        return super().find_head_refusal(kind, needs, recipe)
 
     def architectures(self, asked: tuple[str, ...]) -> tuple[str, ...]:
         """See ``Backend.architectures``."""
@@ -58,7 +58,7 @@ class TensorRt(Backend):
 
     def check_memory(self, job: BuildJob) -> None:
         """Tell what a build needs, and refuse it if this machine or the GPU it is meant for has too little."""
-        plan = _memory_plan(job.recipe, job.num_parameters, job.layers, _capacity(job))
+        plan = _memory_plan(job.recipe, job.num_parameters, job.layers, _compute_kv_capacity(job))
         job.clock.note(plan.describe())
         total, free, limit = memory_bytes()
         require_host_memory(plan, min(free, limit) if limit else free if total else 0)
@@ -75,7 +75,7 @@ class TensorRt(Backend):
         from specexport.passes.pipeline import run_lowering
 
         recipe, role, rows = job.recipe, job.role, job.recipe.max_num_seqs
-        capacity = _capacity(job)
+        capacity = _compute_kv_capacity(job)
         plugin = recipe.lowering == "plugin"
         with job.clock.stage("lower", role, f"{self.name}, plugin" if plugin else self.name):
             tokens = recipe.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
@@ -104,9 +104,9 @@ class TensorRt(Backend):
             fused=tuple(sorted(Counter(attention.forms).items())),
         )
 
-    def check_obstacle(self, recipe: PartRecipe) -> str | None:
-        """See ``Backend.check_obstacle``."""
-        return gpu_check_obstacle(recipe)
+    def find_unchecked_reason(self, recipe: PartRecipe) -> str | None:
+        """See ``Backend.find_unchecked_reason``."""
+        return find_gpu_unchecked_reason(recipe)
 
     def check_bundle(self, recipe: PartRecipe, entries: Mapping[str, ModelEntry]) -> None:
         """Refuse a bundle whose models together do not fit the GPU that ``gpu_memory_gb`` describes."""
@@ -141,7 +141,7 @@ class Folding(NamedTuple):
 
 def plan_folding(
     fold: int,  # tokens of a row in a verify step
-    heads: int,  # query heads of all masks (``trt_native.mask_heads``)
+    heads: int,  # query heads of all masks (``trt_native.count_mask_heads``)
     *,
     max_num_seqs: int,  # rows
     kv_capacity: int,  # L
@@ -170,14 +170,14 @@ def plan_folding(
 
 
 def _plan_folding(ir_model: "ir.Model", job: BuildJob) -> Folding:
-    from specexport.lowering.trt_native import mask_heads
+    from specexport.lowering.trt_native import count_mask_heads
 
     recipe, fold = job.recipe, most_new_tokens(job.role, job.recipe.lookahead, job.head_steps)
     found = plan_folding(
         fold,
-        mask_heads(ir_model, fold=fold),
+        count_mask_heads(ir_model, fold=fold),
         max_num_seqs=recipe.max_num_seqs,
-        kv_capacity=_capacity(job),
+        kv_capacity=_compute_kv_capacity(job),
         max_num_tokens=recipe.max_num_tokens or None,
     )
     if found.note:
@@ -198,7 +198,7 @@ def _memory_plan(
     )
 
 
-def _capacity(job: BuildJob) -> int:
+def _compute_kv_capacity(job: BuildJob) -> int:
     width = None if job.head_steps is None else job.head_steps.width
     return engine_kv_capacity(job.max_model_len, job.recipe.lookahead, width)
 

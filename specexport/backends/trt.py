@@ -123,21 +123,21 @@ def _run_worker(job: Mapping[str, Any], scratch: Path, note: Callable[[str], Non
         ) as worker,
     ):
         try:
-            events = [_follow(line, note) for line in worker.stdout or ()]
+            events = [_parse_event(line, note) for line in worker.stdout or ()]
         except BaseException:
             worker.kill()
             raise
     last = next((event for event in reversed(events) if event.get("event") in ("done", "error")), None)
     if last is None:
         said_last = _tail((scratch / "stderr").read_text(encoding="utf-8", errors="replace"))
-        raise _died(worker.returncode, job, said_last or _tail(Path(job["log"]).read_text(encoding="utf-8")))
+        raise _make_exit_error(worker.returncode, job, said_last or _tail(Path(job["log"]).read_text(encoding="utf-8")))
     if last["event"] == "error":
         raise _error(last)
     report: dict[str, Any] = last["report"]
     return report
 
 
-def _follow(line: str, note: Callable[[str], None]) -> dict[str, Any]:
+def _parse_event(line: str, note: Callable[[str], None]) -> dict[str, Any]:
     try:
         event: dict[str, Any] = json.loads(line)
     except ValueError:  # a native library printed something
@@ -160,7 +160,7 @@ def _tail(text: str) -> str:
     return " | ".join(line.strip() for line in text.strip().splitlines()[-_LAST_LINES:])
 
 
-def _died(code: int | None, job: Mapping[str, Any], said: str) -> SpecexportError:
+def _make_exit_error(code: int | None, job: Mapping[str, Any], said: str) -> SpecexportError:
     if code == -9:  # the kernel ends processes when memory runs out
         return IncompatibleError(
             f"the TensorRT builder for {label(job['sm'])} was killed: this machine has too little memory.",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from specexport.backends import present_gpu
 from specexport.backends.base import ANY_ARCHITECTURE
-from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError, pip_install
+from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError, make_install_hint
 
 
 class TrtPackage(NamedTuple):
@@ -30,7 +30,7 @@ PACKAGES = {package.backend: package for package in (TENSORRT, TENSORRT_RTX)}
 
 def import_package(package: TrtPackage) -> Any:
     """The package's module; MissingDependencyError says how to install it if it is absent or cannot be loaded."""
-    hint = pip_install(package.backend)
+    hint = make_install_hint(package.backend)
     if importlib.util.find_spec(package.module) is None:
         if package is TENSORRT:
             hint += " To build without it or without a GPU, use --backend tensorrt-rtx."
@@ -47,7 +47,7 @@ def known_architectures(package: TrtPackage) -> tuple[str, ...]:
     """Architectures that the package builds for here, such as ``("75", "80", "89")``."""
     module = import_package(package)
     if not package.cross_builds:
-        present = present_gpu.present_architecture()
+        present = present_gpu.query_gpu_architecture()
         return () if present is None else (present,)
     names: Sequence[str] = list(module.ComputeCapability.__members__)
     return tuple(sorted((name[2:] for name in names if name.startswith("SM")), key=int))
@@ -63,7 +63,7 @@ def resolve_architectures(package: TrtPackage, asked: Sequence[str]) -> tuple[st
         )
     chosen = tuple(asked)
     if not chosen:
-        present = present_gpu.present_architecture()
+        present = present_gpu.query_gpu_architecture()
         if present is None:
             raise RecipeError(
                 f"there is no GPU here, and no --sm says what {package.backend} is to build for.",

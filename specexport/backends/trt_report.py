@@ -95,9 +95,9 @@ def summarize(layers: Sequence[Layer], profiles: Sequence[str]) -> list[dict[str
                 "kernels": sum(layer.kind not in ("signal", "wait", "shape_call") for layer in own),
                 "fused_attention": sum(layer.is_attention for layer in own),
                 "float32_matmuls": [layer.name for layer in own if _is_float32_matmul(layer)],
-                "kv_copy_bytes": sum(_copied_bytes(layer) for layer in own),
-                "quantized_products": sum(_reads_low_bits(layer) and not _expands(layer) for layer in own),
-                "expanded_weights": sum(_reads_low_bits(layer) and _expands(layer) for layer in own),
+                "kv_copy_bytes": sum(_count_copied_bytes(layer) for layer in own),
+                "quantized_products": sum(_reads_low_bits(layer) and not _is_expansion(layer) for layer in own),
+                "expanded_weights": sum(_reads_low_bits(layer) and _is_expansion(layer) for layer in own),
             }
         )
     return rows
@@ -112,12 +112,12 @@ def _reads_low_bits(layer: Layer) -> bool:
     return any(tensor.dtype in _LOW_BITS for tensor in layer.constants)
 
 
-def _expands(layer: Layer) -> bool:
+def _is_expansion(layer: Layer) -> bool:
     """Whether a kernel reads nothing but weights: then it makes them float for a product in another kernel."""
     return not layer.inputs
 
 
-def _copied_bytes(layer: Layer) -> int:
+def _count_copied_bytes(layer: Layer) -> int:
     if layer.is_attention or any(_is_cache(tensor) for tensor in layer.outputs):
         return 0
     copied = 0
@@ -151,7 +151,7 @@ def make_report(
     activations = [int(size) for text in texts for size in _ACTIVATIONS.findall(text)]
     weights = [int(size) for text in texts for size in _WEIGHTS.findall(text)]
     return {
-        "aliased": [list(pair) for pair in aliased_caches(trt, network)],
+        "aliased": [list(pair) for pair in find_aliased_caches(trt, network)],
         "attention_nodes": _count(trt, network, "ATTENTION_INPUT"),
         "profiles": summarize(layers, profiles),
         "layers_from": "builder",
@@ -160,7 +160,7 @@ def make_report(
     }
 
 
-def aliased_caches(trt: Any, network: Any) -> list[tuple[str, str]]:
+def find_aliased_caches(trt: Any, network: Any) -> list[tuple[str, str]]:
     """(input, output) of every cache that is updated in place: the input's memory is the output's."""
     pairs = []
     for i in range(network.num_layers):
@@ -177,12 +177,12 @@ def _count(trt: Any, network: Any, kind: str) -> int:
     return sum(network.get_layer(i).type == wanted for i in range(network.num_layers))
 
 
-def network_problems(trt: Any, network: Any, num_layers: int, float32_products: Sequence[str] = ()) -> list[str]:
+def find_network_problems(trt: Any, network: Any, num_layers: int, float32_products: Sequence[str] = ()) -> list[str]:
     """What is wrong with a parsed network; empty if nothing is: caches not in place, matrix products in float32."""
     problems = []
     inputs = {network.get_input(i).name: network.get_input(i) for i in range(network.num_inputs)}
     outputs = {network.get_output(i).name for i in range(network.num_outputs)}
-    aliased = aliased_caches(trt, network)
+    aliased = find_aliased_caches(trt, network)
     if len(aliased) != 2 * num_layers:
         problems.append(f"{len(aliased)} of {2 * num_layers} caches are updated in place")
     problems += [

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from specexport.backends.profiles import describe_shapes
 from specexport.backends.trt_package import PACKAGES, configure, import_package
-from specexport.backends.trt_report import describe_layers, make_report, network_problems, parse_layers
+from specexport.backends.trt_report import describe_layers, find_network_problems, make_report, parse_layers
 from specexport.host import peak_memory_bytes, resident_memory
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 
@@ -67,13 +67,13 @@ def main(path: str) -> int:
         with Path(job.log).open("w", encoding="utf-8") as log:
             report = build(job, log)
     except SpecexportError as error:
-        _tell(event="error", kind=type(error).__name__, message=error.message, hint=error.hint)
+        _print_event(event="error", kind=type(error).__name__, message=error.message, hint=error.hint)
         return 1
-    _tell(event="done", report=report)
+    _print_event(event="done", report=report)
     return 0
 
 
-def _tell(**event: Any) -> None:
+def _print_event(**event: Any) -> None:
     print(json.dumps(event), flush=True)  # noqa: T201 - the line is the interface
 
 
@@ -95,7 +95,7 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
         errors = [parser.get_error(i).desc() for i in range(parser.num_errors)]
         raise CheckFailedError(f"TensorRT cannot read the graph: {'; '.join(errors[:3])}.")
     _refuse_warnings(logger)
-    problems = network_problems(trt, network, job.num_layers, job.float32_products)
+    problems = find_network_problems(trt, network, job.num_layers, job.float32_products)
     if problems:
         raise CheckFailedError(f"the TensorRT network is not what was lowered: {'; '.join(problems[:5])}.")
     logger.stage = _BUILD
@@ -215,7 +215,7 @@ def _make_monitor(trt: Any, memory: MemoryTrail) -> Any:
             memory.sample()
             if depth <= 1 and now - self.last >= 0.1:
                 self.last = now
-                _tell(event="progress", phase=phase, done=step + 1, total=steps)
+                _print_event(event="progress", phase=phase, done=step + 1, total=steps)
             return True
 
         def phase_finish(self, phase: str) -> None:

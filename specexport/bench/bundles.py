@@ -33,9 +33,9 @@ def check_same_target(named: Mapping[str, Subject]) -> None:
     too where a target gives features to a head, which nothing else in it depends on.
     """
     first, *others = named
-    wanted = _identity(named[first])
+    wanted = _describe_target(named[first])
     for name in others:
-        found = _identity(named[name])
+        found = _describe_target(named[name])
         different = [what for what in wanted if found[what] != wanted[what] and None not in (found[what], wanted[what])]
         if different[1:] and different[-1] == "engine file":
             different.pop()  # it follows from the others
@@ -47,7 +47,7 @@ def check_same_target(named: Mapping[str, Subject]) -> None:
             )
 
 
-def _identity(subject: Subject) -> dict[str, str | None]:
+def _describe_target(subject: Subject) -> dict[str, str | None]:
     """What makes a target; None where it may differ."""
     target = subject.details["models"]["target"]
     varies = target["built_for"] or target.get("feature_size")
@@ -61,7 +61,7 @@ def _identity(subject: Subject) -> dict[str, str | None]:
 
 
 def _show(subject: Subject, what: str) -> str:
-    value = str(_identity(subject)[what])[:_SHOWN]
+    value = str(_describe_target(subject)[what])[:_SHOWN]
     return f"{subject.details['models']['target']['source']} ({value})" if what == "checkpoint" else value
 
 
@@ -85,7 +85,7 @@ def compared_methods(named: Mapping[str, Subject], names: Sequence[str] | None, 
     """What is measured, of several bundles their own drafts and what else is named; ``rest`` as ``resolve_methods``."""
     if len(named) == 1:
         (subject,) = named.values()
-        return resolve_methods(names, **rest, **subject.can_draft)
+        return resolve_methods(names, **rest, **subject.draft_abilities)
     methods: dict[Method, None] = {}
     for bundle, subject in named.items():
         own = subject.own_drafter
@@ -94,7 +94,7 @@ def compared_methods(named: Mapping[str, Subject], names: Sequence[str] | None, 
             raise InvalidRequestError(f"{bundle} has no draft model and no head to compare.", fix)
         drafters = {name: rest["drafter"] if name in SWITCHES else name for name in names or (own,)}
         mine = [name for name, drafter in drafters.items() if drafter not in OWN_DRAFTERS - {own}]
-        found = resolve_methods(mine, **rest, **subject.can_draft)
+        found = resolve_methods(mine, **rest, **subject.draft_abilities)
         if own not in mine:
             raise InvalidRequestError(
                 f"bundles are compared by their own drafts, and --methods leaves out that of {bundle}.",

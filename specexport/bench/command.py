@@ -9,8 +9,8 @@ import click
 from click.core import ParameterSource
 
 from specexport.report import PRINTED, json_option
-from specexport_runtime.cli.grouped import RARE, GroupedCommand, under
-from specexport_runtime.cli.options import engine_flag, take_engine_options
+from specexport_runtime.cli.grouped import RARE, GroupedCommand, add_under_heading
+from specexport_runtime.cli.options import engine_flag, pop_engine_options
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 _Parse = Callable[[click.Context, click.Parameter, str | None], Any]
 
 
-def list_of(convert: Callable[[str], Any], what: str) -> _Parse:
+def comma_separated(convert: Callable[[str], Any], what: str) -> _Parse:
     """A click callback: parts with commas between them, each once; None stays None."""
 
     def parse(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
@@ -55,8 +55,12 @@ def _lookahead(text: str) -> int:
     return value
 
 
-_LOOKAHEADS = list_of(_lookahead, "whole numbers or `auto`")
-_NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"), list_of(float, "numbers")
+_LOOKAHEADS = comma_separated(_lookahead, "whole numbers or `auto`")
+_NAMES, _WHOLE, _NUMBERS = (
+    comma_separated(str, "names"),
+    comma_separated(int, "whole numbers"),
+    comma_separated(float, "numbers"),
+)
 
 
 @click.command(
@@ -65,7 +69,7 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
     renamed={"--tree-sizes": "--tree-size"},
 )
 @click.argument("bundles", metavar="[BUNDLE]…", type=click.Path(path_type=Path), nargs=-1)
-@under(
+@add_under_heading(
     "Texts",
     click.option(
         "--prompts",
@@ -92,7 +96,7 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
     click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
     engine_flag("lora"),
 )
-@under(
+@add_under_heading(
     "Drafting",
     click.option(
         "--methods",
@@ -123,7 +127,7 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
         help="Find the layers that drafts of the target with itself should leave out, and keep them in the bundle.",
     ),
 )
-@under(
+@add_under_heading(
     "Runs",
     click.option(
         "--batch-size",
@@ -144,7 +148,7 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
 @engine_flag("spin")
 @engine_flag("max_model_len")
 @engine_flag("max_num_batched_tokens", default=512, show_default=True)
-@under(
+@add_under_heading(
     "Report",
     click.option("--wide", is_flag=True, help="All columns: spread, decoding alone, padding, latencies, scheduling."),
     json_option("Print every record as JSON and nothing else; with FILE write them there."),
@@ -154,7 +158,7 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
     click.option("--from-json", "saved", type=_FILE, help="Report a file of --json again; nothing is run."),
     click.option("-q", "--quiet", is_flag=True, help="Show no progress."),
 )
-@under(
+@add_under_heading(
     RARE,
     click.option("--ablation", is_flag=True, help="All four ways to pad or not, with --drafter."),
     click.option("--drafter", default="lookup", show_default=True, help="Drafter of the padded methods."),
@@ -237,7 +241,7 @@ def _run(
     from specexport.bench.subject import open_subject
     from specexport.progress import show_progress
 
-    engine = take_engine_options(asked)
+    engine = pop_engine_options(asked)
     prompts = read_prompts(files, num_prompts=num_prompts, domains=domains)
     prompts = mix_domains(prompts) if mix else prompts
     named = name_bundles(bundles, [open_subject(bundle, engine) for bundle in bundles])
@@ -274,7 +278,7 @@ def _search_layers(
     )
     prompts = mix_domains(read_prompts(files, num_prompts=num_prompts, domains=domains))
     with show_progress(sys.stderr, quiet=quiet) as progress:
-        result = search_layers(bundles[0], take_engine_options(asked), prompts, options, progress)
+        result = search_layers(bundles[0], pop_engine_options(asked), prompts, options, progress)
     if json_file != PRINTED:
         click.echo(describe_search(result))
     if json_file is not None:

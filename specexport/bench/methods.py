@@ -150,7 +150,7 @@ _NO_LAYERS = Obstacle(
 )
 
 
-def copies(drafter: str) -> bool:
+def is_copying(drafter: str) -> bool:
     """Whether a drafter copies from references."""
     return drafter in ("chained", "auto") or (drafter in KINDS and KINDS[drafter].traits.takes_reference)
 

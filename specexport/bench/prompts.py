@@ -47,7 +47,7 @@ def read_prompts(
     return kept
 
 
-def by_domain(prompts: Sequence[BenchPrompt]) -> dict[str, list[BenchPrompt]]:
+def group_by_domain(prompts: Sequence[BenchPrompt]) -> dict[str, list[BenchPrompt]]:
     """The prompts of each domain, domains in order of their first prompt."""
     groups: dict[str, list[BenchPrompt]] = {}
     for prompt in prompts:
@@ -57,7 +57,7 @@ def by_domain(prompts: Sequence[BenchPrompt]) -> dict[str, list[BenchPrompt]]:
 
 def mix_domains(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
     """All prompts as one domain ``"mixed"``, one of each domain in turn."""
-    columns = zip_longest(*by_domain(prompts).values())
+    columns = zip_longest(*group_by_domain(prompts).values())
     return [prompt._replace(domain="mixed") for column in columns for prompt in column if prompt is not None]
 
 

@@ -65,13 +65,13 @@ def format_table(rows: Sequence[BenchSummary], *, wide: bool = False) -> str:
         *_place_columns(rows),
         Column("K", lambda row: str(row.cell.requested or "-")),
         Column("tokens/s", lambda row: row.tokens_per_second, ".1f"),
-        Column("spread", lambda row: row.spread, ".0%", shown=wide and _any(rows, "spread")),
+        Column("spread", lambda row: row.spread, ".0%", shown=wide and _has_values(rows, "spread")),
         Column("decode tokens/s", lambda row: row.decode_tokens_per_second, ".1f", shown=wide),
         Column("speedup", lambda row: row.speedup, ".2f", "×"),
-        Column("over vanilla", lambda row: row.over_vanilla, ".2f", "×", shown=_any(rows, "over_vanilla")),
-        Column("over static", lambda row: row.over_static, ".2f", "×", shown=_any(rows, "over_static")),
+        Column("over vanilla", lambda row: row.over_vanilla, ".2f", "×", shown=_has_values(rows, "over_vanilla")),
+        Column("over static", lambda row: row.over_static, ".2f", "×", shown=_has_values(rows, "over_static")),
         Column("acceptance", lambda row: row.acceptance_rate, ".3f"),
-        Column("of branches", lambda row: row.branch_rate, ".3f", shown=wide and _any(rows, "branch_rate")),
+        Column("of branches", lambda row: row.branch_rate, ".3f", shown=wide and _has_values(rows, "branch_rate")),
         Column("accepted length", lambda row: row.mean_accepted_length, ".2f"),
         Column("padding ratio", lambda row: row.padding_ratio, ".1%", shown=wide),
         Column(
@@ -86,7 +86,7 @@ def format_table(rows: Sequence[BenchSummary], *, wide: bool = False) -> str:
     return markdown_table(columns, rows)
 
 
-def _any(rows: Sequence[BenchSummary], name: str) -> bool:
+def _has_values(rows: Sequence[BenchSummary], name: str) -> bool:
     return any(getattr(row, name) is not None for row in rows)
 
 
@@ -128,8 +128,8 @@ def describe_speedups(rows: Sequence[BenchSummary]) -> list[str]:
     found: dict[str, dict[str, float]] = {}  # speedups by place, by method
     for row in rows:
         if row.speedup is not None:
-            found.setdefault(_place(row, rows), {})[_way(row)] = row.speedup
-    drafting = [_way(row) for row in rows if row.cell.drafter != "none" and row.speedup is not None]
+            found.setdefault(_describe_place(row, rows), {})[_describe_method(row)] = row.speedup
+    drafting = [_describe_method(row) for row in rows if row.cell.drafter != "none" and row.speedup is not None]
     if not drafting:
         return []
     auto = [way for way in drafting if way == "auto"]
@@ -142,13 +142,13 @@ def describe_speedups(rows: Sequence[BenchSummary]) -> list[str]:
     return [line] if set(best.values()) == {shown} else [f"{line} Fastest: {', '.join(fastest)}."]
 
 
-def _way(row: BenchSummary) -> str:
+def _describe_method(row: BenchSummary) -> str:
     """A method, and its number of draft tokens if that was fixed."""
     k = None if row.cell.drafter == row.cell.requested else row.cell.requested  # auto chooses K as it chooses drafters
     return row.cell.label if k is None else f"{row.cell.label}, K={k}"
 
 
-def _place(row: BenchSummary, rows: Sequence[BenchSummary]) -> str:
+def _describe_place(row: BenchSummary, rows: Sequence[BenchSummary]) -> str:
     """Words for what differs between the places of a benchmark, in front of which a speedup stands."""
     words = (("domain", " on {}"), ("batch_size", " in a batch of {}"), ("context", " with prompts of {} tokens"),
              ("temperature", " at temperature {:g}"), ("batching", ", {}"))  # fmt: skip

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specexport.bench.methods import Cell, LoadKey, copies, make_cells
+from specexport.bench.methods import Cell, LoadKey, is_copying, make_cells
 from specexport.bench.options import BenchOptions
-from specexport.bench.prompts import BenchPrompt, by_domain, fit_prompt, mix_domains
+from specexport.bench.prompts import BenchPrompt, fit_prompt, group_by_domain, mix_domains
 from specexport.bench.records import BenchResult, PromptRecord, RunRecord
 from specexport.bench.subject import Subject, describe_machine
 from specexport.progress import Progress, ProgressEvent
@@ -39,7 +39,7 @@ class BenchRunner:
         self._subject = subject
         self._options = options
         self._progress = progress
-        self._domains = by_domain(prompts)
+        self._domains = group_by_domain(prompts)
         self._lengths = draw_lengths(prompts, options)
         self._seeds = {prompt.id: options.seed + index for index, prompt in enumerate(prompts)}
         self._plain_texts: dict[tuple[str, int], list[int]] = {}
@@ -58,9 +58,9 @@ class BenchRunner:
                     key = LoadKey(cell.unpad_kv, cell.unpad_input, cell.batch_size, bundle)
                     groups.setdefault(key, []).append(cell)
                 for repeat in range(self._options.repeats):
-                    for key, group in _in_turns(list(groups.items()), repeat):
+                    for key, group in _alternate_order(list(groups.items()), repeat):
                         engine = self._use(key, group)
-                        for cell in _in_turns(group, repeat):
+                        for cell in _alternate_order(group, repeat):
                             self._measure(engine, cell, repeat)
         finally:
             self._close()
@@ -130,7 +130,7 @@ class BenchRunner:
             "drafter": cell.drafter,
             "num_speculative_tokens": cell.requested,
             "tree_size": cell.requested_tree,
-            "references": references if copies(cell.drafter) and any(references) else None,
+            "references": references if is_copying(cell.drafter) and any(references) else None,
         }
 
     def _params(self, prompt: BenchPrompt, temperature: float, most: int | None) -> "SamplingParams":
@@ -203,7 +203,7 @@ def describe_cell(cell: Cell) -> str:
     return ", ".join([*parts, cell.domain])
 
 
-def _in_turns(items: Sequence[Any], repeat: int) -> Iterator[Any]:
+def _alternate_order(items: Sequence[Any], repeat: int) -> Iterator[Any]:
     return iter(items) if repeat % 2 == 0 else reversed(items)
 
 

@@ -16,7 +16,7 @@ from specexport.bench.acceptance import count_positions, expected_tokens, judge,
 from specexport.bench.options import BenchOptions
 from specexport.bench.prompts import BenchPrompt
 from specexport.bench.runner import draw_lengths, encode_prompt
-from specexport.compile.bundle import put_json
+from specexport.compile.bundle import write_bundle_json
 from specexport.progress import Progress, ProgressEvent
 from specexport.report import Column, markdown_table
 from specexport_runtime.bundle.draft_layers import DRAFT_LAYERS_NAME, DraftLayers
@@ -108,7 +108,7 @@ def search_layers(
     if manifest.build_key != build_key:
         raise BundleError(f"{bundle} was rebuilt during the search.", "search again.")
     try:
-        put_json(bundle, manifest, DRAFT_LAYERS_NAME, found._asdict())
+        write_bundle_json(bundle, manifest, DRAFT_LAYERS_NAME, found._asdict())
     except OSError as error:
         raise UserInputError(
             f"the layers cannot be kept in {bundle} ({error.strerror}).", "make it writable."
@@ -182,17 +182,17 @@ def choose_parts(kinds: Sequence[str], judge: Callable[[BoolArray], LayerSelecti
     whole: BoolArray = np.array([bool(kind) for kind in kinds])
     starts = (np.where(np.arange(len(whole)) < kept, whole, False) for kept in range(2, len(whole), 2))
     exits = [judge(mask) for mask in starts if mask.any() and not np.array_equal(mask, whole)]
-    alone = {gate: judge(_without(whole, gate)) for gate in np.flatnonzero(whole).tolist()}
+    alone = {gate: judge(_skip_gate(whole, gate)) for gate in np.flatnonzero(whole).tolist()}
     first, *rest = sorted(alone, key=lambda gate: -alone[gate].speedup)
     best = alone[first]
     for gate in rest:
-        if (mask := _without(best.mask, gate)).any() and (found := judge(mask)).speedup > best.speedup:
+        if (mask := _skip_gate(best.mask, gate)).any() and (found := judge(mask)).speedup > best.speedup:
             best = found
     shortest = {"early exit": max(exits, key=lambda each: each.speedup)} if exits else {}
     return shortest | {"greedy": best}
 
 
-def _without(mask: BoolArray, gate: int) -> BoolArray:
+def _skip_gate(mask: BoolArray, gate: int) -> BoolArray:
     return np.where(np.arange(len(mask)) == gate, False, mask)
 
 

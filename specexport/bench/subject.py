@@ -38,7 +38,7 @@ class Subject:
     first: str = ""  # of several bundles the one that stands for their target
 
     @property
-    def can_draft(self) -> dict[str, Any]:
+    def draft_abilities(self) -> dict[str, Any]:
         """As ``resolve_methods`` takes it."""
         return {"has_draft": self.has_draft, "has_gates": self.has_gates, "has_head": self.has_head}
 
@@ -131,7 +131,7 @@ def _engine_bytes(manifest: Manifest, entry: ModelEntry) -> int:
 
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, load, memory (bytes) and versions: what a figure depends on."""
-    from specexport_runtime.machine import available_cores, memory_bytes, processor_fields, versions_of
+    from specexport_runtime.machine import available_cores, memory_bytes, processor_fields, read_versions
 
     total, free, limit = memory_bytes()
     return {
@@ -142,5 +142,5 @@ def describe_machine() -> dict[str, Any]:
         "memory_free_bytes": free,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": versions_of(_VERSIONS),
+        "versions": read_versions(_VERSIONS),
     }

@@ -52,10 +52,10 @@ def summarize(result: BenchResult) -> list[BenchSummary]:
     prompts: dict[Cell, list[PromptRecord]] = {}
     for record in result.prompts:
         prompts.setdefault(record.cell, []).append(record)
-    return [_summarize(cell, runs, prompts.get(cell, [])) for cell in _in_order(runs)]
+    return [_summarize(cell, runs, prompts.get(cell, [])) for cell in _sort_cells(runs)]
 
 
-def _in_order(cells: Iterable[Cell]) -> list[Cell]:
+def _sort_cells(cells: Iterable[Cell]) -> list[Cell]:
     """The methods of one comparison as neighbours, whichever engine they ran on; domain by domain."""
     groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:

@@ -16,7 +16,7 @@ from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 _LISTS = ("layer_types", "layers_block_type")
 _COUNT = "num_hidden_layers"
 _MORE_LAYERS = ("num_nextn_predict_layers",)
-"""Layers behind the last one that guess tokens: their weights are numbered as if they were the model's."""
+"""Layers after the last one that guess tokens: their weights are numbered as if they were the model's."""
 _NUMBERED = re.compile(r"(.*\blayers|.*\bh|.*\bblocks)\.(\d+)\.")
 _FIX = "give the config.json that belongs to the weights."
 
@@ -60,7 +60,7 @@ def check_no_layer_left(source: Source, model: Any, left: Iterable[str]) -> None
             )
 
 
-def unknown_kind(config: Any, error: Exception) -> UnsupportedModelError | None:
+def unknown_layer_kind_error(config: Any, error: Exception) -> UnsupportedModelError | None:
     """The error for a model that failed because it has no layers of a kind that its configuration names."""
     kind = error.args[0] if isinstance(error, KeyError) and error.args else None
     if kind is None or kind not in (getattr(config.get_text_config(), "layer_types", None) or ()):
@@ -115,13 +115,13 @@ def check_stated_ids(source: Source) -> None:
         places = {"": found, "text_config.": found.get("text_config")}
         for prefix, place in places.items():
             if isinstance(place, Mapping):
-                _check(source, name, prefix + _ENDS, place.get(_ENDS), several=True)
-                _check(source, name, prefix + _BEGINS, place.get(_BEGINS), several=False)
+                _check_token_id(source, name, prefix + _ENDS, place.get(_ENDS), several=True)
+                _check_token_id(source, name, prefix + _BEGINS, place.get(_BEGINS), several=False)
         if name == _GENERATION and found:
             _check_settings(source, found)
 
 
-def _check(source: Source, name: str, key: str, value: Any, *, several: bool) -> None:
+def _check_token_id(source: Source, name: str, key: str, value: Any, *, several: bool) -> None:
     if value is None:
         return
     for each in value if several and isinstance(value, list) else [value]:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.checkpoint.gguf_layouts import LAYOUTS
-from specexport.checkpoint.gguf_mapped import is_described
+from specexport.checkpoint.gguf_mapped import has_tensor_mapping
 from specexport.checkpoint.gguf_reader import architecture, read
 from specexport.checkpoint.source import Source
 from specexport_runtime.errors import CheckpointError
@@ -26,7 +26,7 @@ _WIDTHS = {
     "up_exps.weight": ("moe_intermediate_size", "intermediate_size"),
     "up_shexp.weight": ("shared_expert_intermediate_size",),
 }
-"""What the rows of a tensor count, by its name behind ``ffn_``: the first of these that a configuration has."""
+"""What the rows of a tensor count, by its name after ``ffn_``: the first of these that a configuration has."""
 
 
 def correct_config(source: Source, reader: Any, config: Any) -> Any:
@@ -37,7 +37,7 @@ def correct_config(source: Source, reader: Any, config: Any) -> Any:
     if arch == "llama" and read(reader, "llama.expert_count"):
         config = _mixtral(reader, config)
     text = config.get_text_config()
-    if is_described(arch):  # transformers looks into the first part of a split file
+    if has_tensor_mapping(arch):  # transformers looks into the first part of a split file
         text.tie_word_embeddings = all(tensor.name != "output.weight" for tensor in reader.tensors)
     if arch in LAYOUTS:  # said whole there, but for scaled positions
         if LAYOUTS[arch].scales:

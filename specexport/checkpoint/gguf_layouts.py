@@ -15,11 +15,18 @@ from torch import Tensor
 
 from specexport.checkpoint.gguf_reader import architecture
 from specexport.checkpoint.gguf_rows import Conversion, JoinedRows, Rows, find_stacks, tensor_shape
-from specexport.checkpoint.gguf_settings import GgufMetadata, deepseek, gemma, glm, mimo, qwen_next
+from specexport.checkpoint.gguf_settings import (
+    GgufMetadata,
+    read_deepseek_settings,
+    read_gemma_settings,
+    read_glm_settings,
+    read_mimo_settings,
+    read_qwen_next_settings,
+)
 from specexport_runtime.executors.base import Float32Array
 
 
-class Joined(NamedTuple):
+class JoinedTensors(NamedTuple):
     """A module's weight that the file has in other tensors."""
 
     names: tuple[str, ...]  # of the file's tensors, within the block
@@ -35,7 +42,7 @@ class GgufLayout(NamedTuple):
     settings: Callable[[GgufMetadata], dict[str, Any]]  # of the model's kind
     names: Mapping[str, str]  # of modules of a layer, or of parameters, by what the file calls them within a block
     changes: Mapping[str, Callable[[Float32Array], Float32Array]] = {}  # by the file's name
-    joined: Mapping[str, Joined] = {}  # by the module's name
+    joined: Mapping[str, JoinedTensors] = {}  # by the module's name
     scales: bool = True  # positions may be scaled; if not, ``settings`` refuse that
 
 
@@ -76,19 +83,19 @@ def _less_one(values: Float32Array) -> Float32Array:
     return values - np.float32(1)
 
 
-def _latent(keys: Float32Array, values: Float32Array) -> Float32Array:
+def _join_latent_kv(keys: Float32Array, values: Float32Array) -> Float32Array:
     """Rows of keys and values of each head in turn, of keys [heads, rank, size] and values [heads, size, rank]."""
     return np.concatenate([keys.transpose(0, 2, 1), values], axis=1).reshape(-1, values.shape[2])
 
 
-def _delta(config: Any, mixed: int, gate: int) -> Rows:
+def _compute_gated_delta_order(config: Any, mixed: int, gate: int) -> Rows:
     """Rows of query, key, value and gate of each key head in turn; the file has those of all heads, then the next."""
     heads, ends = config.linear_num_key_heads, config.linear_num_key_heads * config.linear_key_head_dim
     parts = np.split(np.arange(mixed + gate), [ends, 2 * ends, mixed])
     return np.concatenate([part.reshape(heads, -1) for part in parts], axis=1).ravel()
 
 
-def _third(number: int, config: Any, height: int) -> Rows:
+def _select_qkv_rows(number: int, config: Any, height: int) -> Rows:
     """Rows of queries (0), keys (1) or values (2), which the file has one below the other."""
     queries = config.num_attention_heads * config.head_dim
     keys = (height - queries) * config.head_dim // (config.head_dim + config.v_head_dim)
@@ -96,25 +103,25 @@ def _third(number: int, config: Any, height: int) -> Rows:
 
 
 LAYOUTS = {
-    "glm4moe": GgufLayout(glm, _BLOCK),
+    "glm4moe": GgufLayout(read_glm_settings, _BLOCK),
     "deepseek2": GgufLayout(
-        deepseek,
+        read_deepseek_settings,
         _BLOCK | _LATENT_NAMES,
-        joined={"self_attn.kv_b_proj": Joined(("attn_k_b", "attn_v_b"), _latent, in_rows=False)},
+        joined={"self_attn.kv_b_proj": JoinedTensors(("attn_k_b", "attn_v_b"), _join_latent_kv, in_rows=False)},
         scales=False,
     ),
     "qwen3next": GgufLayout(
-        qwen_next,
+        read_qwen_next_settings,
         _BLOCK | _GATED_DELTA,
         {**dict.fromkeys(_CENTRED, _less_one), "ssm_a": lambda values: np.log(-values)},
-        {"linear_attn.in_proj_qkvz": Joined(("attn_qkv", "attn_gate"), _delta)},
+        {"linear_attn.in_proj_qkvz": JoinedTensors(("attn_qkv", "attn_gate"), _compute_gated_delta_order)},
     ),
-    "gemma4": GgufLayout(gemma, GEMMA_NAMES, scales=False),
+    "gemma4": GgufLayout(read_gemma_settings, GEMMA_NAMES, scales=False),
     "mimo2": GgufLayout(
-        mimo,
+        read_mimo_settings,
         _BLOCK | {"attn_sinks.weight": "self_attn.sinks"},
         joined={
-            f"self_attn.{name}_proj": Joined(("attn_qkv",), partial(_third, number))
+            f"self_attn.{name}_proj": JoinedTensors(("attn_qkv",), partial(_select_qkv_rows, number))
             for number, name in enumerate("qkv")
         },
     ),
@@ -122,7 +129,7 @@ LAYOUTS = {
 """By GGUF's name of the architecture."""
 
 
-def settings_of(reader: Any) -> dict[str, Any]:
+def read_layout_settings(reader: Any) -> dict[str, Any]:
     """The configuration of a file's target, but for scaled positions; raises as what it says demands."""
     return LAYOUTS[architecture(reader)].settings(GgufMetadata(reader))
 
@@ -133,7 +140,7 @@ def name_within(names: Mapping[str, str], rest: str) -> str | None:
     return names.get(rest) or (f"{names[stem]}.{ending}" if stem in names else None)
 
 
-class LaidConversion(Conversion):
+class LayoutConversion(Conversion):
     """As :class:`Conversion`, of an architecture in ``LAYOUTS``."""
 
     def __init__(self, reader: Any, model: Any) -> None:
@@ -142,7 +149,7 @@ class LaidConversion(Conversion):
         self._shapes = {name: tuple(value.shape) for name, value in own.items()}
         self.stacks = find_stacks(reader, model)
         shapes = {tensor.name: tensor_shape(tensor) for tensor in reader.tensors}
-        found = {name: self._theirs(name) or "" for name in shapes}
+        found = {name: self._find_model_name(name) or "" for name in shapes}
         self.names = {name: theirs for name, theirs in found.items() if theirs in own}
         self.joined = {}
         config, there = model.config.get_text_config(), set(self.names.values())
@@ -154,7 +161,7 @@ class LaidConversion(Conversion):
                     rows = how.how(config, *heights) if how.in_rows else how.how
                     self.joined[name] = JoinedRows(self._shapes[name], names, rows)
 
-    def _theirs(self, name: str) -> str | None:
+    def _find_model_name(self, name: str) -> str | None:
         """The model's name of a tensor."""
         if name in _BESIDE:
             return _BESIDE[name]
@@ -162,7 +169,7 @@ class LaidConversion(Conversion):
         own = None if at is None else name_within(self._layout.names, at["rest"])
         return None if at is None or own is None else f"model.layers.{at['number']}.{own}"
 
-    def _processed(self, values: np.ndarray, name: str) -> np.ndarray | None:
+    def _process_weight(self, values: np.ndarray, name: str) -> np.ndarray | None:
         short = name.removesuffix(".weight").rpartition(".")[2]
         change = self._layout.changes.get(short)
         return values if change is None else change(values)

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specexport.checkpoint.gguf_layouts import LAYOUTS, LaidConversion
+from specexport.checkpoint.gguf_layouts import LAYOUTS, LayoutConversion
 from specexport.checkpoint.gguf_reader import architecture
 from specexport.checkpoint.gguf_rows import Conversion, Rows, find_stacks
 
 
-def is_described(arch: str) -> bool:
+def has_tensor_mapping(arch: str) -> bool:
     """Whether a file of an architecture is read by a description of its tensors, and not by transformers' own code."""
     return arch in _DESCRIBED
 
@@ -41,7 +41,7 @@ class MappedConversion(Conversion):
         found: tuple[str, str | None] = rename_source_key(name, self._renamings, self._converters)
         return found
 
-    def _processed(self, values: np.ndarray, name: str) -> np.ndarray | None:
+    def _process_weight(self, values: np.ndarray, name: str) -> np.ndarray | None:
         _, pattern = self._rename(name)
         tensor = torch.from_numpy(np.array(values))
         for converter in self._converters:
@@ -57,7 +57,7 @@ class MappedConversion(Conversion):
     def column_order(self, tensor: Any) -> Rows | None:
         """Which column of the file each column of the model's matrix is; None if they are in place."""
         numbers = np.arange(int(tensor.shape[0]), dtype=np.float64)[None]
-        order = self._processed(numbers, tensor.name)
+        order = self._process_weight(numbers, tensor.name)
         if order is None or order.shape != numbers.shape or np.array_equal(order, numbers):
             return None
         columns: Rows = order[0].astype(np.int64)
@@ -69,7 +69,7 @@ class MappedConversion(Conversion):
 
         if not tensor.name.endswith(".ssm_conv1d.weight"):
             return None
-        found = self._processed(dequantize(tensor.data, tensor.tensor_type), tensor.name)
+        found = self._process_weight(dequantize(tensor.data, tensor.tensor_type), tensor.name)
         return None if found is None else torch.from_numpy(found)
 
 
@@ -79,5 +79,5 @@ def convert(reader: Any, model: Any) -> Conversion:
 
 
 _DESCRIBED: dict[str, type[Conversion]] = {
-    **dict.fromkeys(LAYOUTS, LaidConversion), **dict.fromkeys(("qwen35", "qwen35moe"), MappedConversion),
+    **dict.fromkeys(LAYOUTS, LayoutConversion), **dict.fromkeys(("qwen35", "qwen35moe"), MappedConversion),
 }  # fmt: skip

@@ -81,7 +81,7 @@ def _open_file(path: Path) -> Any:
                 items = list(self._get(first, item, count).reshape(-1, 1))
                 size = count * np.dtype(item).itemsize
             elif kind == gguf.GGUFValueType.STRING:
-                items, size = _texts(self._plain.data, first, count)
+                items, size = _read_strings(self._plain.data, first, count)
             else:
                 return super()._get_field_parts(orig_offs, raw_type)
             return _LIST.size + size, head + items, range(len(head), len(head) + len(items)), types
@@ -108,8 +108,8 @@ def _open_file(path: Path) -> Any:
         raise CheckpointError(f"{path.name} {fault}.", "fetch or convert the checkpoint again.") from error
 
 
-def _texts(data: memoryview, place: int, count: int) -> tuple[list[memoryview], int]:
-    """Texts one after the other, each behind its length, and the bytes that they take with these."""
+def _read_strings(data: memoryview, place: int, count: int) -> tuple[list[memoryview], int]:
+    """Texts one after the other, each after its length, and the bytes that they take with these."""
     found, start = [], place
     for _ in range(count):
         (size,) = _SIZE.unpack_from(data, place)
@@ -117,7 +117,7 @@ def _texts(data: memoryview, place: int, count: int) -> tuple[list[memoryview], 
         found.append(data[place : place + size])
         place += size
     if place > len(data):
-        raise ValueError("a list ends behind the file")
+        raise ValueError("a list ends after the file")
     return found, place - start
 
 
@@ -135,8 +135,8 @@ def architecture(reader: Any) -> str:
     return str(read(reader, "general.architecture") or "")
 
 
-def module_blocks(reader: Any) -> range:
-    """Numbers of the blocks that are MTP modules, behind the target's layers: ``block_count`` counts them too."""
+def list_mtp_blocks(reader: Any) -> range:
+    """Numbers of the blocks that are MTP modules, after the target's layers: ``block_count`` counts them too."""
     arch = architecture(reader)
     count, modules = (read(reader, f"{arch}.{key}") or 0 for key in ("block_count", "nextn_predict_layers"))
     return range(max(0, count - modules), count)

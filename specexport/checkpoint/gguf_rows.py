@@ -3,7 +3,7 @@
 What transformers does to them (other names; rows of queries and keys in another order; norms less one) is asked of its
 own conversion.
 
-Of the experts of a layer a file holds a tensor of all gates, one of what these gate, and one behind both. transformers
+Of the experts of a layer a file holds a tensor of all gates, one of what these gate, and one after both. transformers
 has one parameter of the first two: one below the other or row by row in turn, and turned in some models.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specexport.checkpoint.gguf_blocks import FORMATS
-from specexport.checkpoint.gguf_reader import architecture, module_blocks
+from specexport.checkpoint.gguf_reader import architecture, list_mtp_blocks
 from specexport.checkpoint.source import Source
 from specexport.checkpoint.stored import WatchedFile
 from specexport.host import map_in_threads
@@ -86,7 +86,7 @@ def check_experts(source: Source, reader: Any, conversion: "Conversion | None") 
     read: set[str] = set()
     if conversion is not None:
         read = {name for stack in conversion.stacks.values() for name in stack.names} | conversion.names.keys()
-    modules = {str(block) for block in module_blocks(reader)}
+    modules = {str(block) for block in list_mtp_blocks(reader)}
     for tensor in reader.tensors:
         if _OF_EXPERTS.fullmatch(tensor.name) and tensor.name not in read and tensor.name.split(".")[1] not in modules:
             raise UnsupportedModelError(
@@ -112,7 +112,7 @@ class Conversion:
         config = model.config.get_text_config().to_dict()
         architecture = read_field(reader, "general.architecture")[0]
         self._processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
-        with _one_name_map():
+        with _cache_name_map():
             names = get_gguf_hf_weights_map(model, self._processor, model_type=architecture)
         there = {tensor.name for tensor in reader.tensors}
         # Names of the model's weights by those of the file. A parameter that is no layer's weight has no ending, and
@@ -129,7 +129,7 @@ class Conversion:
         if len(shape) != 2:
             return None
         numbers = np.arange(shape[0], dtype=np.float64)[:, None]
-        order = self._processed(numbers, tensor.name)
+        order = self._process_weight(numbers, tensor.name)
         if order is None or order.shape != numbers.shape or not np.array_equal(np.sort(order, axis=0), numbers):
             return None
         return order[:, 0].astype(np.int64)
@@ -146,7 +146,7 @@ class Conversion:
         """A tensor of one dimension, or of one row, as the model has it; None if it goes by another name then."""
         from gguf import dequantize
 
-        found = self._processed(dequantize(tensor.data, tensor.tensor_type).reshape(-1), tensor.name)
+        found = self._process_weight(dequantize(tensor.data, tensor.tensor_type).reshape(-1), tensor.name)
         return None if found is None else torch.from_numpy(found.astype(np.float32))
 
     def norm(self, tensor: Any, block: int) -> Tensor:
@@ -154,10 +154,10 @@ class Conversion:
         from gguf import dequantize
 
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        found = self._processed(values, f"blk.{block}.attn_norm.weight")
+        found = self._process_weight(values, f"blk.{block}.attn_norm.weight")
         return torch.from_numpy(values if found is None else found)
 
-    def _processed(self, values: np.ndarray, name: str) -> np.ndarray | None:
+    def _process_weight(self, values: np.ndarray, name: str) -> np.ndarray | None:
         named: dict[str, Any] = {"tensor_key_mapping": {}, "parsed_parameters": {"tensors": {}}}
         try:
             result = self._processor.process(weights=values, name=name, **named)
@@ -168,7 +168,7 @@ class Conversion:
 
 
 @contextmanager
-def _one_name_map() -> Iterator[None]:
+def _cache_name_map() -> Iterator[None]:
     """Within the block, gguf makes its table of names once: transformers asks for it anew for each module."""
     import gguf
 

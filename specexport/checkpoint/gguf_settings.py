@@ -14,7 +14,7 @@ _SIGMOID = 2
 
 
 class GgufMetadata:
-    """What a file says, by keys behind its architecture; CheckpointError for what it must say and does not."""
+    """What a file says, by keys after its architecture; CheckpointError for what it must say and does not."""
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader
@@ -56,7 +56,7 @@ class GgufMetadata:
         tokens = read(self._reader, "tokenizer.ggml.tokens") or []
         return [tokens.index(name) for name in names if name in tokens]
 
-    def turned_part(self) -> float:
+    def read_rotary_fraction(self) -> float:
         """The part of a head that positions turn, by factors that are endless where they turn nothing."""
         factors = next((tensor.data for tensor in self._reader.tensors if tensor.name == "rope_freqs.weight"), None)
         return 1.0 if factors is None else float((np.asarray(factors, np.float64) < _ENDLESS).mean())
@@ -84,7 +84,7 @@ def _common(metadata: GgufMetadata) -> dict[str, Any]:
 _TOKENS = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
 
 
-def _scored(metadata: GgufMetadata) -> dict[str, Any]:
+def _read_routing_settings(metadata: GgufMetadata) -> dict[str, Any]:
     """Settings of experts as DeepSeek-V3 scores them; UnsupportedModelError if the file's are scored otherwise."""
     if metadata.get("expert_gating_func", _SIGMOID) != _SIGMOID:
         raise metadata.refuse(f"expert_gating_func {metadata('expert_gating_func')}")
@@ -99,7 +99,7 @@ def _scored(metadata: GgufMetadata) -> dict[str, Any]:
     }
 
 
-def _shared(metadata: GgufMetadata) -> dict[str, Any]:
+def _read_shared_expert_settings(metadata: GgufMetadata) -> dict[str, Any]:
     """Settings of experts that all tokens use, and of layers without experts."""
     return {
         "n_shared_experts": metadata("expert_shared_count"),
@@ -108,15 +108,15 @@ def _shared(metadata: GgufMetadata) -> dict[str, Any]:
     }
 
 
-def glm(metadata: GgufMetadata) -> dict[str, Any]:
+def read_glm_settings(metadata: GgufMetadata) -> dict[str, Any]:
     """GLM-4.5's, and of what is converted as such."""
     common, heads = _common(metadata), metadata("attention.head_count")
     size = metadata.get("attention.key_length", common["hidden_size"] // heads)
     common["rope_parameters"]["partial_rotary_factor"] = metadata("rope.dimension_count") / size
     return {
         **common,
-        **_scored(metadata),
-        **_shared(metadata),
+        **_read_routing_settings(metadata),
+        **_read_shared_expert_settings(metadata),
         "model_type": "glm4_moe",
         "head_dim": size,
         "num_key_value_heads": metadata("attention.head_count_kv"),
@@ -125,15 +125,15 @@ def glm(metadata: GgufMetadata) -> dict[str, Any]:
     }
 
 
-def deepseek(metadata: GgufMetadata) -> dict[str, Any]:
+def read_deepseek_settings(metadata: GgufMetadata) -> dict[str, Any]:
     """DeepSeek-V3's and GLM-4.7-Flash's; UnsupportedModelError for scaled positions."""
     metadata.check_unscaled()
     turned = metadata("rope.dimension_count")
     size = metadata.get("attention.key_length_mla") or metadata("attention.key_length")
     return {
         **_common(metadata),
-        **_scored(metadata),
-        **_shared(metadata),
+        **_read_routing_settings(metadata),
+        **_read_shared_expert_settings(metadata),
         "model_type": "deepseek_v3",
         "num_key_value_heads": metadata("attention.head_count"),
         "q_lora_rank": metadata.get("attention.q_lora_rank"),
@@ -144,7 +144,7 @@ def deepseek(metadata: GgufMetadata) -> dict[str, Any]:
     }
 
 
-def qwen_next(metadata: GgufMetadata) -> dict[str, Any]:
+def read_qwen_next_settings(metadata: GgufMetadata) -> dict[str, Any]:
     """Qwen3-Next's."""
     common, value_heads = _common(metadata), metadata("ssm.time_step_rank")
     head_size = metadata("attention.key_length")
@@ -169,7 +169,7 @@ def qwen_next(metadata: GgufMetadata) -> dict[str, Any]:
     }
 
 
-def mimo(metadata: GgufMetadata) -> dict[str, Any]:
+def read_mimo_settings(metadata: GgufMetadata) -> dict[str, Any]:
     """MiMo-V2's."""
     common, layers = _common(metadata), range(metadata.num_layers)
     windows = [f"blk.{i}.attn_sinks.weight" in metadata.there for i in layers]
@@ -180,7 +180,7 @@ def mimo(metadata: GgufMetadata) -> dict[str, Any]:
     bases = {"full_attention": "rope.freq_base", "sliding_attention": "rope.freq_base_swa"}
     return {
         **common,
-        **_scored(metadata),
+        **_read_routing_settings(metadata),
         "model_type": "mimo_v2_flash",
         "intermediate_size": metadata("feed_forward_length"),
         "head_dim": size,
@@ -194,7 +194,7 @@ def mimo(metadata: GgufMetadata) -> dict[str, Any]:
     }
 
 
-def gemma(metadata: GgufMetadata) -> dict[str, Any]:
+def read_gemma_settings(metadata: GgufMetadata) -> dict[str, Any]:
     """Gemma 4's, of a target and of an assistant; UnsupportedModelError for scaled positions."""
     metadata.check_unscaled()
     common, windows = _common(metadata), metadata("attention.sliding_window_pattern")
@@ -231,7 +231,7 @@ def gemma(metadata: GgufMetadata) -> dict[str, Any]:
             "full_attention": {
                 "rope_type": "proportional",
                 "rope_theta": metadata("rope.freq_base"),
-                "partial_rotary_factor": metadata.turned_part(),
+                "partial_rotary_factor": metadata.read_rotary_fraction(),
             },
         },
     }

@@ -6,7 +6,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from specexport.checkpoint.gguf_layouts import LAYOUTS, settings_of
+from specexport.checkpoint.gguf_layouts import LAYOUTS, read_layout_settings
 from specexport.checkpoint.gguf_reader import read
 from specexport.checkpoint.source import Source
 
@@ -18,7 +18,7 @@ _SETTINGS_LIKE = {"olmoe": "qwen2_moe"}
 
 
 @contextmanager
-def shared(source: Source, reader: Any) -> Iterator[None]:
+def patch_gguf_readers(source: Source, reader: Any) -> Iterator[None]:
     """Within the block, ``gguf`` gives ``reader`` for the source's file; nothing changes without a reader."""
     if reader is None:
         yield
@@ -37,27 +37,27 @@ def shared(source: Source, reader: Any) -> Iterator[None]:
 
     reads, known = by_hand._read_metadata, {key: read(reader, key) for key in reader.fields}
 
-    def as_read(blob: Any, wanted: Any, kept: Any = ()) -> Any:
+    def read_patched_metadata(blob: Any, wanted: Any, kept: Any = ()) -> Any:
         if Path(wanted).resolve() != path or "general.architecture" not in known:
             return reads(blob, wanted, kept)
-        shorter = {key: value if key in kept else _short(value) for key, value in known.items()}
+        shorter = {key: value if key in kept else _shorten_list(value) for key, value in known.items()}
         return shorter, known["GGUF.tensor_count"], next((each.field.offset for each in reader.tensors), 0)
 
-    gguf.GGUFReader, by_hand._read_metadata = same, as_read
+    gguf.GGUFReader, by_hand._read_metadata = same, read_patched_metadata
     try:
-        with _more_architectures(reader):
+        with _patch_architectures(reader):
             yield
     finally:
         gguf.GGUFReader, by_hand._read_metadata = opens, reads
 
 
-def _short(value: Any) -> Any:
+def _shorten_list(value: Any) -> Any:
     """As transformers' own reading gives lists of texts that it was not asked for."""
     return len(value) if isinstance(value, list) and value and isinstance(value[0], str) else value
 
 
 @contextmanager
-def _more_architectures(reader: Any) -> Iterator[None]:
+def _patch_architectures(reader: Any) -> Iterator[None]:
     """Within the block, transformers knows the settings of files in ``_SETTINGS_LIKE`` and in ``LAYOUTS``."""
     from transformers import modeling_gguf_pytorch_utils as gguf_utils
     from transformers.integrations import gguf as by_description
@@ -65,7 +65,7 @@ def _more_architectures(reader: Any) -> Iterator[None]:
     described = by_description.GGUF_CONFIG_ARCHS
     tables, known = gguf_utils.GGUF_TO_TRANSFORMERS_MAPPING["config"], gguf_utils.GGUF_SUPPORTED_ARCHITECTURES
     added = {name: tables[like] for name, like in _SETTINGS_LIKE.items() if name not in tables}
-    ours = {name: lambda *_: settings_of(reader) for name in LAYOUTS.keys() - described.keys()}
+    ours = {name: lambda *_: read_layout_settings(reader) for name in LAYOUTS.keys() - described.keys()}
     tables.update(added)
     known.extend(added)
     described.update(ours)

@@ -10,7 +10,7 @@ from typing import Any
 from specexport.checkpoint.gguf_reader import read
 from specexport.checkpoint.source import Source
 from specexport.checkpoint.tokenizer import TokenizerParts
-from specexport.checkpoint.vocabulary import keep_twins
+from specexport.checkpoint.vocabulary import separate_duplicate_texts
 from specexport_runtime.errors import CheckpointError
 
 _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens in tokenizer.ggml.token_type
@@ -48,26 +48,26 @@ _ENDS = {
 """Control tokens that end a turn or a text. A file names one of them, or two; models end with any."""
 
 
-def honour_file(source: Source, reader: Any, parts: TokenizerParts) -> TokenizerParts:
+def apply_gguf_settings(source: Source, reader: Any, parts: TokenizerParts) -> TokenizerParts:
     """Put right what transformers' conversion of a GGUF tokenizer leaves out; CheckpointError for an unknown split."""
     if reader is None:
         return parts
     data = json.loads(parts.json)
     kind, pre = read(reader, "tokenizer.ggml.model"), read(reader, "tokenizer.ggml.pre")
     if kind == "gpt2" and pre not in (None, "default"):
-        _split_as(source, data, pre)
+        _set_pre_tokenizer(source, data, pre)
         if pre in _WHOLE_WORDS:
             data["model"]["ignore_merges"] = True
             if read(reader, "tokenizer.ggml.add_bos_token") is None and parts.bos_token_id is not None:
-                data["post_processor"] = _starting_with(parts.special_tokens["bos_token"], parts.bos_token_id)
+                data["post_processor"] = _make_bos_post_processor(parts.special_tokens["bos_token"], parts.bos_token_id)
     if kind == "llama" and read(reader, "tokenizer.ggml.add_space_prefix") is False:
         _drop_prefix_space(data)
     texts = dict(enumerate(read(reader, "tokenizer.ggml.tokens") or ()))
-    tokenizer_json = keep_twins(source, json.dumps(data, ensure_ascii=False).encode(), texts)
-    return parts._replace(json=tokenizer_json, more_eos_ids=_ends(reader, parts.eos_token_id))
+    tokenizer_json = separate_duplicate_texts(source, json.dumps(data, ensure_ascii=False).encode(), texts)
+    return parts._replace(json=tokenizer_json, more_eos_ids=_find_eos_ids(reader, parts.eos_token_id))
 
 
-def _split_as(source: Source, data: dict[str, Any], pre: str) -> None:
+def _set_pre_tokenizer(source: Source, data: dict[str, Any], pre: str) -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     patterns = next((found for names, found in _SPLITS.items() if pre in names), None)
@@ -86,7 +86,7 @@ def _split_as(source: Source, data: dict[str, Any], pre: str) -> None:
         )
 
 
-def _starting_with(bos: str, bos_id: int) -> dict[str, Any]:
+def _make_bos_post_processor(bos: str, bos_id: int) -> dict[str, Any]:
     """Post-processor that begins a text, and each of a pair, with BOS."""
     first, second = (
         [{"SpecialToken": {"id": bos, "type_id": k}}, {"Sequence": {"id": "AB"[k], "type_id": k}}] for k in (0, 1)
@@ -112,7 +112,7 @@ def _drop_prefix_space(data: dict[str, Any]) -> None:
         decoder["decoders"] = [step for step in decoder["decoders"] if step["type"] != "Strip"]
 
 
-def _ends(reader: Any, eos: int | None) -> tuple[int, ...]:
+def _find_eos_ids(reader: Any, eos: int | None) -> tuple[int, ...]:
     """Ids beside EOS that end a text: those that the file names, and control tokens known to."""
     named = [read(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
     tokens = read(reader, "tokenizer.ggml.tokens") or []

@@ -37,7 +37,7 @@ def check_formats(source: Source, reader: Any) -> None:
         )
 
 
-def kept_weights(
+def find_kept_weights(
     source: Source, reader: Any, model: Any, stored: Stored, conversion: Conversion | None = None
 ) -> dict[str, BlockWeight]:
     """Quantized weights by their names in a traced graph; UnsupportedModelError if they are not the model's."""
@@ -51,7 +51,11 @@ def kept_weights(
     kept: dict[str, BlockWeight] = {}
 
     def keep(name: str, weight: BlockWeight | None, tensors: str, kind: str) -> None:
-        if weight is None or name not in parameters or not _same(weight, parameters, stored, name, conversion):
+        if (
+            weight is None
+            or name not in parameters
+            or not _matches_parameter(weight, parameters, stored, name, conversion)
+        ):
             raise UnsupportedModelError(
                 f"{tensors} of {source.name} ({kind}) cannot be kept as it is stored: "
                 "transformers makes another weight of it.",
@@ -67,21 +71,21 @@ def kept_weights(
             continue
         if tensor.name in stacked:
             stack, shape = conversion.stacks[name], tensor_shape(tensor)
-            whole = _joined(source, [(part, quantized.get(part)) for part in stack.names], watched, reader)
+            whole = _join_tensors(source, [(part, quantized.get(part)) for part in stack.names], watched, reader)
             weight: BlockWeight | None = whole.take(stack.row_order(*shape[:2]))
         else:
-            order, weight = conversion.row_order(tensor), _rows(tensor, watched[reader.paths[tensor.name]])
+            order, weight = conversion.row_order(tensor), _read_block_weight(tensor, watched[reader.paths[tensor.name]])
             in_place = order is not None and np.array_equal(order, np.arange(len(order)))
             weight = None if order is None else weight if in_place else weight.take(order)
         keep(name, weight, tensor.name, tensor.tensor_type.name)
     for name, joined in conversion.joined.items():  # what is made of floats stays one of floats
         if isinstance(joined.how, np.ndarray) and quantized.keys() & set(joined.names):
-            whole = _joined(source, [(part, quantized.get(part)) for part in joined.names], watched, reader)
+            whole = _join_tensors(source, [(part, quantized.get(part)) for part in joined.names], watched, reader)
             keep(name, whole.take(joined.how), " and ".join(joined.names), whole.kind)
     return kept
 
 
-def _rows(tensor: Any, file: WatchedFile) -> BlockWeight:
+def _read_block_weight(tensor: Any, file: WatchedFile) -> BlockWeight:
     """A matrix of the file, or the matrices of all experts one below the other."""
     *counts, depth = tensor_shape(tensor)
     shape = math.prod(counts), depth
@@ -96,11 +100,13 @@ def _rows(tensor: Any, file: WatchedFile) -> BlockWeight:
     )
 
 
-def _joined(
+def _join_tensors(
     source: Source, parts: list[tuple[str, Any]], watched: Mapping[Path, WatchedFile], reader: Any
 ) -> BlockWeight:
     """Tensors that an engine has one weight of, one below the other."""
-    found = [None if tensor is None else _rows(tensor, watched[reader.paths[name]]) for name, tensor in parts]
+    found = [
+        None if tensor is None else _read_block_weight(tensor, watched[reader.paths[name]]) for name, tensor in parts
+    ]
     whole = [weight for weight in found if weight is not None]
     if len(whole) < len(parts) or len({weight.form for weight in whole}) > 1:
         named = " and ".join(
@@ -113,7 +119,7 @@ def _joined(
     return join(whole)
 
 
-def _same(
+def _matches_parameter(
     weight: BlockWeight, parameters: Mapping[str, Any], stored: Stored, name: str, conversion: Conversion
 ) -> bool:
     """Whether some rows are those of the model's parameter; of experts, rows of the first and the last."""

@@ -73,24 +73,26 @@ def unknown_rope_types(config: Any) -> list[str]:
     return sorted(rope_types(config) - {"default", config.default_rope_type, *ROPE_INIT_FUNCTIONS})
 
 
-def depends_on_length(model: Any) -> list[str]:
+def list_length_rope_types(model: Any) -> list[str]:
     """Rope types of a model that are still chosen by length, sorted."""
     named = rope_types(model.config) & set(BY_LENGTH)
     modules = [module for module in model.modules() if hasattr(module, "rope_type")]
-    return sorted({turn.rope_type for turn in _turns(model)} if modules else named)
+    return sorted({turn.rope_type for turn in _find_length_rotaries(model)} if modules else named)
 
 
-def _turns(model: Any) -> list[_LengthRotary]:
+def _find_length_rotaries(model: Any) -> list[_LengthRotary]:
     found = []
     for module in model.modules():
         types = getattr(module, "rope_type", None)
         for kind, rope_type in (types if isinstance(types, dict) else {None: types}).items():
             if rope_type in BY_LENGTH:
-                found.append(_LengthRotary(module, kind, rope_type, _original(module.config, kind, rope_type)))
+                found.append(
+                    _LengthRotary(module, kind, rope_type, _find_original_length(module.config, kind, rope_type))
+                )
     return found
 
 
-def _original(config: Any, kind: str | None, rope_type: str) -> int:
+def _find_original_length(config: Any, kind: str | None, rope_type: str) -> int:
     if rope_type == "dynamic":
         return int(config.max_position_embeddings)
     parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
@@ -99,7 +101,7 @@ def _original(config: Any, kind: str | None, rope_type: str) -> int:
 
 def plain_positions(model: Any) -> int | None:
     """Longest sequence for which no table depends on the length; None where none ever does."""
-    return min((turn.original for turn in _turns(model)), default=None)
+    return min((turn.original for turn in _find_length_rotaries(model)), default=None)
 
 
 def max_positions(model: Any) -> int | None:
@@ -108,7 +110,7 @@ def max_positions(model: Any) -> int | None:
     limit = getattr(text, "max_position_embeddings", getattr(text, "max_seq_len", None))
     if limit is not None:
         limit = None if limit < 0 else limit - reserved_positions(model)  # XLNet has -1, which is no limit
-    turns = [turn for turn in _turns(model) if turn.rope_type == "dynamic"]
+    turns = [turn for turn in _find_length_rotaries(model) if turn.rope_type == "dynamic"]
     if limit is None or not turns:
         return limit
     config, kind = turns[0].module.config, turns[0].kind
@@ -117,14 +119,14 @@ def max_positions(model: Any) -> int | None:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not followed
-def hold_rope(model: Any, max_len: int) -> FixedRope | None:
+def freeze_rope(model: Any, max_len: int) -> FixedRope | None:
     """Hold rotary embeddings at the angles of ``max_len`` tokens, in place; UnsupportedModelError if that fails."""
-    turns = _turns(model)
+    turns = _find_length_rotaries(model)
     for turn in turns:
         wanted = _angles(turn, (*_FIRST, max_len - 1))
-        _hold(turn)
+        _freeze_rope_type(turn)
         found = _angles(turn, (*_FIRST, max_len - 1)), _angles(turn, _FIRST)
-        if not all(_same(angles, wanted) for angles in found):
+        if not all(_are_equal(angles, wanted) for angles in found):
             raise UnsupportedModelError(
                 f"{model.config.model_type} ({type(model).__name__}) cannot be exported: the angles of its rope type "
                 f"{turn.rope_type!r} depend on the sequence's length in a way of its own.",
@@ -140,11 +142,11 @@ def _angles(turn: _LengthRotary, positions: tuple[int, ...]) -> tuple[Tensor, ..
     return tuple(each[0, : len(_FIRST)].clone() for each in found)
 
 
-def _same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
+def _are_equal(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
-def _hold(turn: _LengthRotary) -> None:
+def _freeze_rope_type(turn: _LengthRotary) -> None:
     if turn.kind is None:
         turn.module.rope_type = _FIXED
     else:
@@ -167,7 +169,7 @@ def _indexers(model: Any) -> Iterator[Any]:
             yield module
 
 
-def _kinds(model: Any) -> set[str]:
+def _layer_types(model: Any) -> set[str]:
     return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
@@ -176,45 +178,45 @@ def _tuned(model: Any) -> list[Any]:
     return [module for module in model.modules() if getattr(module, "attn_temperature_tuning", False)]
 
 
-def plain_length(model: Any) -> int | None:
+def find_full_attention_length(model: Any) -> int | None:
     """Longest text of which tokens see all before them; None where no layer leaves entries out, or it is unknown."""
-    limits = [module.index_topk for module in _indexers(model)] if INDEXED in _kinds(model) else []
-    if CHUNKED in _kinds(model):
+    limits = [module.index_topk for module in _indexers(model)] if INDEXED in _layer_types(model) else []
+    if CHUNKED in _layer_types(model):
         chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
         limits.append(int(chunk or 0))  # without a size nothing is known
         limits += [int(module.floor_scale) - 1 for module in _tuned(model)]  # the first step is no change
     return min(limits, default=None) or None
 
 
-def hold_short(model: Any, max_len: int) -> bool:
+def replace_partial_attention(model: Any, max_len: int) -> bool:
     """Make such layers plain for texts of at most ``max_len`` tokens, in place; False if it leaves all as they are."""
-    longest = plain_length(model)
+    longest = find_full_attention_length(model)
     if longest is None or max_len > longest:
         return False
     config = model.config.get_text_config()
-    if CHUNKED in _kinds(model):
+    if CHUNKED in _layer_types(model):
         config.layer_types = ["full_attention" if kind == CHUNKED else kind for kind in config.layer_types]
         for module in _tuned(model):
             module.attn_temperature_tuning = False
     for module in _indexers(model):
-        module.forward = _choose_all
+        module.forward = _choose_all_entries
     return True
 
 
-def _choose_all(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+def _choose_all_entries(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
     """What an index gives where it chooses everything: all entries, for each token [B, T, T]."""
     rows, tokens = hidden_states.shape[:2]
     return torch.arange(tokens, dtype=torch.int32).expand(rows, tokens, tokens)
 
 
-def is_held(model: Any) -> bool:
+def has_full_selection(model: Any) -> bool:
     """Whether the model has indexes, and all of them choose everything."""
-    found = [getattr(module.forward, "__name__", "") == _choose_all.__name__ for module in _indexers(model)]
+    found = [getattr(module.forward, "__name__", "") == _choose_all_entries.__name__ for module in _indexers(model)]
     return bool(found) and all(found)
 
 
-def hold_length(checkpoint: Checkpoint, max_len: int) -> None:
+def freeze_length(checkpoint: Checkpoint, max_len: int) -> None:
     """Hold what depends on a text's length at the longest text, in place: rotary tables, partial attention."""
-    checkpoint.rope = hold_rope(checkpoint.model, max_len)
-    if hold_short(checkpoint.model, max_len):
+    checkpoint.rope = freeze_rope(checkpoint.model, max_len)
+    if replace_partial_attention(checkpoint.model, max_len):
         checkpoint.max_positions = max_len

@@ -16,22 +16,22 @@ from specexport.checkpoint.config_checks import (
     check_no_gguf_bias_left,
     check_no_layer_left,
     check_stated_ids,
-    unknown_kind,
+    unknown_layer_kind_error,
 )
 from specexport.checkpoint.gguf_config import correct_config
-from specexport.checkpoint.gguf_mapped import convert, is_described
+from specexport.checkpoint.gguf_mapped import convert, has_tensor_mapping
 from specexport.checkpoint.gguf_reader import architecture, open_reader
 from specexport.checkpoint.gguf_rows import Conversion, check_experts, holds_experts
-from specexport.checkpoint.gguf_shared import shared
-from specexport.checkpoint.gguf_tokenizer import honour_file
-from specexport.checkpoint.kept import check_formats, kept_weights
-from specexport.checkpoint.lengths import max_positions, plain_length, plain_positions, unknown_rope_types
+from specexport.checkpoint.gguf_shared import patch_gguf_readers
+from specexport.checkpoint.gguf_tokenizer import apply_gguf_settings
+from specexport.checkpoint.kept import check_formats, find_kept_weights
+from specexport.checkpoint.lengths import find_full_attention_length, max_positions, plain_positions, unknown_rope_types
 from specexport.checkpoint.loaded import Checkpoint
-from specexport.checkpoint.packed import Packed, name_packed, read_packed
+from specexport.checkpoint.packed import PackedCheckpoint, name_packed, read_packed
 from specexport.checkpoint.source import PACKED_METHODS, Source, hash_source, resolve_source
 from specexport.checkpoint.stored import Stored, StoredWeight
 from specexport.checkpoint.streaming import load_all
-from specexport.checkpoint.tagged import Tags, tagged_gguf, tagged_safetensors
+from specexport.checkpoint.tagged import Tags, tag_gguf, tag_safetensors
 from specexport.checkpoint.tokenizer import collect_eos_ids, load_tokenizer
 from specexport_runtime.errors import CheckpointError, SpecexportError, UnsupportedModelError
 
@@ -55,17 +55,17 @@ def load_checkpoint(
     reader = open_reader(found)
     if keep and reader is not None:
         check_formats(found, reader)
-    with quiet_transformers(), shared(found, reader):
+    with quiet_transformers(), patch_gguf_readers(found, reader):
         check_stated_ids(found)
         config = _load_config(found, trust_remote_code)
         config = correct_config(found, reader, config)
-        tokenizer = honour_file(found, reader, load_tokenizer(found, trust_remote_code=trust_remote_code))
-        settings = _packing(found, config)
-        packed = Packed({}, {}) if settings is None else read_packed(found, settings)
-        how = _How(found, config, getattr(torch, dtype), trust_remote_code, settings is not None)
+        tokenizer = apply_gguf_settings(found, reader, load_tokenizer(found, trust_remote_code=trust_remote_code))
+        settings = _take_quantization_config(found, config)
+        packed = PackedCheckpoint({}, {}) if settings is None else read_packed(found, settings)
+        how = _LoadOptions(found, config, getattr(torch, dtype), trust_remote_code, settings is not None)
         model, stored, conversion = None, None, None
         experts = holds_experts(reader)
-        whole = experts or (reader is not None and is_described(architecture(reader)))
+        whole = experts or (reader is not None and has_tensor_mapping(architecture(reader)))
         if stream or whole:
             conversion = None if reader is None else _conversion(how, reader)
             if experts:
@@ -83,7 +83,7 @@ def load_checkpoint(
             check_no_gguf_bias_left(found, reader, model, conversion)
         kept = name_packed(packed.weights, model, found.name) if keep else {}
         if keep and reader is not None:
-            kept = kept_weights(found, reader, model, stored, conversion)
+            kept = find_kept_weights(found, reader, model, stored, conversion)
     if how.dtype == torch.float16:
         refuse_overflow(found.name, model, stored)
     text = model.config.get_text_config()
@@ -103,7 +103,9 @@ def load_checkpoint(
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         max_positions=max_positions(model),
-        plain_positions=min((n for n in (plain_positions(model), plain_length(model)) if n is not None), default=None),
+        plain_positions=min(
+            (n for n in (plain_positions(model), find_full_attention_length(model)) if n is not None), default=None
+        ),
         kept=kept,
         stored=stored,
     )
@@ -112,11 +114,11 @@ def load_checkpoint(
 def count_layers(source: str) -> int:
     """How many decoder layers a checkpoint has, by its configuration alone; ``CheckpointError`` if that fails."""
     found = resolve_source(source, None)
-    with quiet_transformers(), shared(found, open_reader(found)):
+    with quiet_transformers(), patch_gguf_readers(found, open_reader(found)):
         return int(_load_config(found, trust_remote_code=False).get_text_config().num_hidden_layers)
 
 
-class _How(NamedTuple):
+class _LoadOptions(NamedTuple):
     """How a model is loaded."""
 
     source: Source
@@ -127,25 +129,25 @@ class _How(NamedTuple):
 
 
 def _load_tagged(
-    how: _How, reader: Any, conversion: Conversion | None, packed: Packed
+    how: _LoadOptions, reader: Any, conversion: Conversion | None, packed: PackedCheckpoint
 ) -> tuple[Any, dict[str, StoredWeight] | None]:
     """A model whose matrices stay in their files, and where they are; None where its weights are not those stored."""
     tags = Tags(how.dtype)
     if reader is not None:
-        state = None if conversion is None else tagged_gguf(how.source, reader, conversion, tags)
+        state = None if conversion is None else tag_gguf(how.source, reader, conversion, tags)
         if state is None:
             return None, None
         opened: Any = nullcontext()
     elif how.packed:
         state, opened = packed.tagged(tags), nullcontext()
     else:
-        state, opened = None, tagged_safetensors(how.source, tags)
-    with opened, tags.compared():
+        state, opened = None, tag_safetensors(how.source, tags)
+    with opened, tags.patch_tie_check():
         model = _load_model(how, state)
-    return model, tags.settle(model)
+    return model, tags.resolve_tags(model)
 
 
-def _conversion(how: _How, reader: Any) -> Conversion | None:
+def _conversion(how: _LoadOptions, reader: Any) -> Conversion | None:
     """What transformers makes of a GGUF file, found with a model without data; None if there is no such model."""
     from transformers import AutoModelForCausalLM
 
@@ -177,7 +179,7 @@ def _load_config(source: Source, trust_remote_code: bool) -> Any:
     return config
 
 
-def _packing(source: Source, config: Any) -> Mapping[str, Any] | None:
+def _take_quantization_config(source: Source, config: Any) -> Mapping[str, Any] | None:
     """``quantization_config`` of a folder with packed weights, taken out of its config; None where there is none."""
     found = getattr(config, "quantization_config", None)
     if found is None or source.gguf_file:
@@ -192,7 +194,7 @@ def _packing(source: Source, config: Any) -> Mapping[str, Any] | None:
     return {**settings, "quant_method": method}
 
 
-def _load_model(how: _How, state: dict[str, torch.Tensor] | None) -> Any:
+def _load_model(how: _LoadOptions, state: dict[str, torch.Tensor] | None) -> Any:
     """The model, with the weights of ``state``, or with those of the checkpoint's files."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -232,16 +234,16 @@ def _load_model(how: _How, state: dict[str, torch.Tensor] | None) -> Any:
                 f"{config.model_type} cannot be exported: transformers has no causal language model for it.",
                 "use a decoder-only language model.",
             ) from error
-        raise _unreadable(source, error) from error
+        raise _load_error(source, error) from error
     except Exception as error:  # damaged safetensors, shapes that do not fit, missing shards
         if unknown := unknown_rope_types(config):
             raise UnsupportedModelError(
                 f"{config.model_type} cannot be exported: transformers knows no rope type {unknown[0]!r}.",
                 "check rope_parameters (or rope_scaling) in config.json.",
             ) from error
-        if unknown_layer := unknown_kind(config, error):
+        if unknown_layer := unknown_layer_kind_error(config, error):
             raise unknown_layer from error
-        raise _unreadable(source, error) from error
+        raise _load_error(source, error) from error
     if odd := sorted(report["mismatched_keys"]):
         name, stored, wanted = odd[0]
         raise CheckpointError(
@@ -263,7 +265,7 @@ def _load_model(how: _How, state: dict[str, torch.Tensor] | None) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _unreadable(source: Source, error: Exception) -> CheckpointError:
+def _load_error(source: Source, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{source.name}: the weights cannot be loaded ({_first_line(error)}).", "fetch or convert the checkpoint again."
     )

@@ -37,7 +37,7 @@ class Checkpoint:
     max_positions: int | None  # tokens of the longest sequence that the model supports; None for no limit
     # Longest sequence for which no rotary table depends on the length and no layer leaves entries out; None for any
     plain_positions: int | None = None
-    # What rotary tables that depend on the length are held at, see ``hold_length``; None where there are none
+    # What rotary tables that depend on the length are held at, see ``freeze_length``; None where there are none
     rope: FixedRope | None = None
     # Parameters on the ``meta`` device and where they are read, by name; a tied one under each of its names
     stored: "Mapping[str, StoredWeight]" = field(default_factory=dict)

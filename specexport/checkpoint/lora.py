@@ -85,9 +85,9 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
             f"{where} is for task {config['task_type']!r}.", "give an adapter of a causal language model."
         )
     if config.get("bias", "none") not in (None, "none"):
-        raise _unhonoured(where, f"bias {config['bias']!r}", "train it with bias 'none'")
+        raise _unsupported_error(where, f"bias {config['bias']!r}", "train it with bias 'none'")
     if config.get("init_lora_weights") not in _KEEPS_BASE:
-        raise _unhonoured(
+        raise _unsupported_error(
             where,
             f"init_lora_weights {config['init_lora_weights']!r}, which changes the base model's weights too",
             "save it with path_initial_model_for_weight_conversion",
@@ -95,33 +95,33 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
     for key, value in config.items():
         if key not in _ABOUT and value:
             fix = _HOW_TO_DO_WITHOUT.get(key, "train it without, or merge it with PEFT and build the merged checkpoint")
-            raise _unhonoured(where, f"{key} {_short(value)}", fix)
+            raise _unsupported_error(where, f"{key} {_short(value)}", fix)
     numbers = {"r": config.get("r"), "lora_alpha": config.get("lora_alpha")}
     for pattern in ("rank_pattern", "alpha_pattern"):
         found = config.get(pattern) or {}
         if not isinstance(found, dict):
-            raise damaged(where, f"{pattern} is {_short(found)}")
+            raise damaged_adapter_error(where, f"{pattern} is {_short(found)}")
         numbers |= {f"{pattern} of {key!r}": value for key, value in found.items()}
     for key, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-            raise damaged(where, f"{key} is {_short(value)}")
+            raise damaged_adapter_error(where, f"{key} is {_short(value)}")
     modules = config.get("target_modules")
-    if not modules or not (isinstance(modules, str) or _is_names(modules)):
-        raise damaged(where, f"target_modules is {_short(modules)}")
+    if not modules or not (isinstance(modules, str) or _is_string_list(modules)):
+        raise damaged_adapter_error(where, f"target_modules is {_short(modules)}")
     for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
         for text in [config[key]] if isinstance(config.get(key), str) else config.get(key) or ():
-            _compiled(text, where, key)
+            _check_pattern(text, where, key)
 
 
-def _is_names(value: Any) -> bool:
+def _is_string_list(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _compiled(text: Any, where: str, key: str) -> None:
+def _check_pattern(text: Any, where: str, key: str) -> None:
     try:
         re.compile(text)
     except (re.error, TypeError) as error:
-        raise damaged(where, f"{key} has {_short(text)}, which is no pattern ({error})") from error
+        raise damaged_adapter_error(where, f"{key} has {_short(text)}, which is no pattern ({error})") from error
 
 
 _HOW_TO_DO_WITHOUT = {
@@ -135,10 +135,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def _unhonoured(where: str, what: str, fix: str) -> CheckpointError:
+def _unsupported_error(where: str, what: str, fix: str) -> CheckpointError:
     return CheckpointError(f"{where} has {what}, which is not honoured here.", f"{fix}.")
 
 
-def damaged(where: str, what: str) -> CheckpointError:
+def damaged_adapter_error(where: str, what: str) -> CheckpointError:
     """The error for an adapter that PEFT would not have written so."""
     return CheckpointError(f"{where}: {what}.", "save the adapter again with PEFT's save_pretrained.")

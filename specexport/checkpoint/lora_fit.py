@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from specexport.checkpoint.loaded import Checkpoint
-from specexport.checkpoint.lora import WEIGHTS, LoraSource, damaged
+from specexport.checkpoint.lora import WEIGHTS, LoraSource, damaged_adapter_error
 from specexport.checkpoint.stored import WEIGHT_PREFIX, StoredWeight, WatchedFile
 from specexport.passes.low_rank import LowRank
 from specexport_runtime.bundle.quant_kinds import either
@@ -24,7 +24,7 @@ _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.(lora_(?P<side>[AB])\.weight|lora_embedding_(?P<table>[AB]))")
 
 
-class Factors(NamedTuple):
+class LoraFactors(NamedTuple):
     """The two factors of one layer, read when they are asked for."""
 
     module: str  # of the base model
@@ -74,7 +74,7 @@ class LoraAdapter:
     """An adapter that fits a model."""
 
     source: LoraSource
-    factors: tuple[Factors, ...]  # of each layer that it changes
+    factors: tuple[LoraFactors, ...]  # of each layer that it changes
 
     @property
     def rank(self) -> int:
@@ -90,7 +90,7 @@ def read_adapter(source: LoraSource, model: Any) -> LoraAdapter:
     for name in shapes:
         match = _FACTOR.fullmatch(name)
         if match is None or not name.startswith(_PREFIX):
-            raise _stranger(where, name)
+            raise _unknown_tensor_error(where, name)
         module = match["module"].removeprefix(_PREFIX)
         names.setdefault(module, {})[match["side"] or match["table"]] = name
     modules = dict(model.named_modules())
@@ -98,18 +98,20 @@ def read_adapter(source: LoraSource, model: Any) -> LoraAdapter:
     factors = []
     for module, sides in names.items():
         if module not in modules:
-            raise _other_model(where, next(iter(sides.values())), f"the model has no module {module}")
+            raise _misfit_error(where, next(iter(sides.values())), f"the model has no module {module}")
         if module not in targets:
-            raise damaged(where, f"{next(iter(sides.values()))} is of a module that its configuration does not name")
+            raise damaged_adapter_error(
+                where, f"{next(iter(sides.values()))} is of a module that its configuration does not name"
+            )
         if sides.keys() != {"A", "B"}:
-            raise damaged(where, f"{module} has {' and '.join(sorted(sides))} only")
+            raise damaged_adapter_error(where, f"{module} has {' and '.join(sorted(sides))} only")
         pair = sides["A"], sides["B"]
         factors.append(_fit(where, source.config, model, module, pair, shapes, file))
     lacking = next((module for module in targets if module not in names), None)
     if lacking is not None:
-        raise damaged(where, f"its configuration names {lacking}, and it has no tensors for it")
+        raise damaged_adapter_error(where, f"its configuration names {lacking}, and it has no tensors for it")
     if not factors:
-        raise damaged(where, "it has no tensors")
+        raise damaged_adapter_error(where, "it has no tensors")
     return LoraAdapter(source, tuple(factors))
 
 
@@ -121,7 +123,7 @@ def _tensor_shapes(path: Path, where: str) -> dict[str, tuple[int, ...]]:
             names = list(file.keys())  # it is no dictionary
             return {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
-        raise damaged(where, f"{WEIGHTS} cannot be read ({error})") from error
+        raise damaged_adapter_error(where, f"{WEIGHTS} cannot be read ({error})") from error
 
 
 def _fit(
@@ -132,20 +134,20 @@ def _fit(
     names: tuple[str, str],
     shapes: Mapping[str, tuple[int, ...]],
     file: WatchedFile,
-) -> Factors:
+) -> LoraFactors:
     """The factors of one module, their sizes compared with it."""
     layer = model.get_submodule(module)
     is_table = isinstance(layer, torch.nn.Embedding)
     if ("lora_embedding_" in names[0]) != is_table:
-        raise _other_model(where, names[0], f"{module} is a {type(layer).__name__}")
+        raise _misfit_error(where, names[0], f"{module} is a {type(layer).__name__}")
     sizes = tuple(layer.weight.shape)
     turned = isinstance(layer, Conv1D)  # stored [K, N]: the layer decides, as in PEFT, not ``fan_in_fan_out``
     width, depth = sizes[::-1] if turned or is_table else sizes
-    rank = int(_by_pattern(config.get("rank_pattern"), module, config["r"]))
-    alpha = float(_by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
+    rank = int(_match_pattern(config.get("rank_pattern"), module, config["r"]))
+    alpha = float(_match_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
     for name, shape in ((names[0], (rank, depth)), (names[1], (width, rank))):
         if shapes[name] != shape:
-            raise _other_model(where, name, f"it is {list(shapes[name])}, and {module} takes {list(shape)}")
+            raise _misfit_error(where, name, f"it is {list(shapes[name])}, and {module} takes {list(shape)}")
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     if tied and layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         raise CheckpointError(
@@ -153,7 +155,7 @@ def _fit(
             "train it without that module, or untie the two in the checkpoint.",
         )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return Factors(module, "embedding" if is_table else "linear", rank, scale, turned, (width, depth), file, names)
+    return LoraFactors(module, "embedding" if is_table else "linear", rank, scale, turned, (width, depth), file, names)
 
 
 def _targets(config: Mapping[str, Any], model: Any, modules: Mapping[str, Any]) -> set[str]:
@@ -164,25 +166,25 @@ def _targets(config: Mapping[str, Any], model: Any, modules: Mapping[str, Any]) 
         found = {name for name, layer in modules.items() if isinstance(layer, linear) and layer is not head}
     else:
         kinds = (*linear, torch.nn.Embedding)
-        found = {name for name, layer in modules.items() if isinstance(layer, kinds) and _names(wanted, name)}
+        found = {name for name, layer in modules.items() if isinstance(layer, kinds) and _matches_module(wanted, name)}
     excluded = config.get("exclude_modules")
     numbers, pattern = config.get("layers_to_transform"), config.get("layers_pattern") or None
     return {
         name
         for name in found
-        if not (excluded and _names(excluded, name))
-        and (numbers is None or isinstance(wanted, str) or _layer_of(name, pattern) in _as_list(numbers))
+        if not (excluded and _matches_module(excluded, name))
+        and (numbers is None or isinstance(wanted, str) or _layer_number(name, pattern) in _as_list(numbers))
     }
 
 
-def _names(wanted: Any, module: str) -> bool:
+def _matches_module(wanted: Any, module: str) -> bool:
     """Whether a pattern, or one of several names, means a module: the whole name, or the end of it."""
     if isinstance(wanted, str):
         return re.fullmatch(wanted, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in wanted)
 
 
-def _layer_of(module: str, pattern: Any) -> int | None:
+def _layer_number(module: str, pattern: Any) -> int | None:
     """Number of the layer that a module is in; None outside of all."""
     for each in _as_list(pattern if pattern is not None else r"[^.]*"):
         match = re.match(rf".*\.{each}\.(\d+)\.", module)
@@ -195,21 +197,21 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _by_pattern(patterns: Mapping[str, Any] | None, module: str, otherwise: Any) -> Any:
+def _match_pattern(patterns: Mapping[str, Any] | None, module: str, otherwise: Any) -> Any:
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return otherwise
 
 
-def _other_model(where: str, tensor: str, what: str) -> CheckpointError:
+def _misfit_error(where: str, tensor: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"{where} does not fit the target: {tensor}: {what}.",
         "give an adapter that was trained on this target, by the module names of this release of transformers.",
     )
 
 
-def _stranger(where: str, name: str) -> CheckpointError:
+def _unknown_tensor_error(where: str, name: str) -> CheckpointError:
     fix = "train it with LoRA factors alone, or merge it with PEFT (merge_and_unload) and build the merged checkpoint"
     return CheckpointError(f"{where} holds {name}, which is no factor of a LoRA layer.", f"{fix}.")
 
@@ -229,12 +231,12 @@ def merge_adapter(checkpoint: Checkpoint, adapter: LoraAdapter) -> None:
         if each.parameter not in checkpoint.stored:
             with torch.no_grad():
                 weight = parameters[each.parameter]
-                weight.copy_(_sum(weight, each, 0, len(weight)))
-    checkpoint.stored = _with(checkpoint, adapter)
+                weight.copy_(_add_delta(weight, each, 0, len(weight)))
+    checkpoint.stored = _stored_with_adapter(checkpoint, adapter)
 
 
 @contextmanager
-def with_adapter(checkpoint: Checkpoint, adapter: LoraAdapter) -> Iterator[Checkpoint]:
+def use_adapter(checkpoint: Checkpoint, adapter: LoraAdapter) -> Iterator[Checkpoint]:
     """Within the block, the float model that an adapter makes of a checkpoint, which is as it was afterwards."""
     parameters = dict(checkpoint.model.named_parameters())
     loaded = [each for each in adapter.factors if each.parameter not in checkpoint.stored]
@@ -243,8 +245,8 @@ def with_adapter(checkpoint: Checkpoint, adapter: LoraAdapter) -> Iterator[Check
         with torch.no_grad():
             for each in loaded:
                 weight = parameters[each.parameter]
-                weight.copy_(_sum(weight, each, 0, len(weight)))
-        yield replace(checkpoint, stored=_with(checkpoint, adapter))
+                weight.copy_(_add_delta(weight, each, 0, len(weight)))
+        yield replace(checkpoint, stored=_stored_with_adapter(checkpoint, adapter))
     finally:
         with torch.no_grad():
             for name, weight in before.items():
@@ -264,22 +266,22 @@ def low_ranks(adapter: LoraAdapter) -> dict[str, LowRank]:
     }
 
 
-def _with(checkpoint: Checkpoint, adapter: LoraAdapter) -> dict[str, StoredWeight]:
+def _stored_with_adapter(checkpoint: Checkpoint, adapter: LoraAdapter) -> dict[str, StoredWeight]:
     """The stored weights, those of the adapter's layers with what it adds."""
     changed = {
-        each.parameter: _merged(checkpoint.stored[each.parameter], each)
+        each.parameter: _merge_stored(checkpoint.stored[each.parameter], each)
         for each in adapter.factors
         if each.parameter in checkpoint.stored
     }
     return {**checkpoint.stored, **changed}
 
 
-def _merged(stored: StoredWeight, factors: Factors) -> StoredWeight:
+def _merge_stored(stored: StoredWeight, factors: LoraFactors) -> StoredWeight:
     def rows(start: int, stop: int) -> Tensor:
-        return _sum(stored.rows(start, stop), factors, start, stop)
+        return _add_delta(stored.rows(start, stop), factors, start, stop)
 
     return replace(stored, rows=rows)
 
 
-def _sum(weight: Tensor, factors: Factors, start: int, stop: int) -> Tensor:
+def _add_delta(weight: Tensor, factors: LoraFactors, start: int, stop: int) -> Tensor:
     return (weight.float() + torch.from_numpy(factors.delta(start, stop))).to(weight.dtype)

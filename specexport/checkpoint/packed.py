@@ -18,7 +18,7 @@ from specexport.checkpoint.packed_blocks import awq_weight, compressed_weight, g
 from specexport.checkpoint.source import PACKED_PARTS, Source
 from specexport.checkpoint.stored import WEIGHT_PREFIX
 from specexport.checkpoint.tagged import SMALLEST_RANK, Tags
-from specexport.passes.block_weight import BlockWeight, join, with_offsets
+from specexport.passes.block_weight import BlockWeight, add_zero_offsets, join
 from specexport_runtime.bundle.quant_kinds import either
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -46,7 +46,7 @@ _OFF = (0.75, 1.5)
 _SURE = 4.0  # standard errors
 
 
-class Packed(NamedTuple):
+class PackedCheckpoint(NamedTuple):
     """What a checkpoint with packed weights holds."""
 
     floats: Mapping[str, Tensor]  # its other tensors, by name
@@ -76,7 +76,7 @@ def _block_rows(weight: BlockWeight, dtype: torch.dtype, start: int, stop: int) 
     return torch.from_numpy(weight.floats(np.arange(start, stop))).to(dtype)
 
 
-def read_packed(source: Source, settings: Mapping[str, Any]) -> Packed:
+def read_packed(source: Source, settings: Mapping[str, Any]) -> PackedCheckpoint:
     """A checkpoint's tensors, packed ones as they are stored; CheckpointError for a form that is not known."""
     from safetensors import SafetensorError, safe_open
 
@@ -117,12 +117,12 @@ def read_packed(source: Source, settings: Mapping[str, Any]) -> Packed:
                 state[name] = tensor
     weights = {}
     for layer, tensors in packed.items():
-        weights[layer] = _weight(method, tensors, _own_settings(source, settings, layer), layer)
+        weights[layer] = _make_weight(method, tensors, _layer_settings(source, settings, layer), layer)
     check_centre(source, weights, settings)
-    return Packed(state, weights)
+    return PackedCheckpoint(state, weights)
 
 
-def _own_settings(source: Source, settings: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
+def _layer_settings(source: Source, settings: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
     """The settings of one layer: GPTQModel's ``dynamic`` gives some by expressions; the first that fits counts."""
     for key, own in (settings.get("dynamic") or {}).items():
         sign, expression = (key[:2], key[2:]) if key[:2] in ("+:", "-:") else ("+:", key)
@@ -161,11 +161,11 @@ def _index(source: Source) -> Mapping[str, str]:
 
 
 def name_packed(weights: Mapping[str, BlockWeight], model: Any, name: str) -> dict[str, BlockWeight]:
-    """Packed weights by their names in a traced graph, stacked experts one below the other."""
+    """PackedCheckpoint weights by their names in a traced graph, stacked experts one below the other."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found, left = {}, dict(weights)
     for stacked, layers in _stacked_experts(weights).items():
-        parameter, whole = parameters.get(stacked), _one_below_the_other([weights[layer] for layer in layers])
+        parameter, whole = parameters.get(stacked), _stack_weights([weights[layer] for layer in layers])
         if parameter is None or parameter.dim() != 3 or whole is None:
             continue
         if getattr(model.get_submodule(stacked.rpartition(".")[0]), "is_transposed", False):
@@ -196,14 +196,16 @@ def _stacked_experts(weights: Mapping[str, BlockWeight]) -> dict[str, list[str]]
     return {name: [layers[place] for place in sorted(layers)] for name, layers in places.items()}
 
 
-def _one_below_the_other(weights: list[BlockWeight]) -> BlockWeight | None:
+def _stack_weights(weights: list[BlockWeight]) -> BlockWeight | None:
     """All of them as one; None if they are of several forms."""
     if any(weight.form.has_offsets for weight in weights):
-        weights = [with_offsets(weight) for weight in weights]
+        weights = [add_zero_offsets(weight) for weight in weights]
     return join(weights) if len({(weight.form, weight.shape[1]) for weight in weights}) == 1 else None
 
 
-def _weight(method: str, tensors: Mapping[str, np.ndarray], settings: Mapping[str, Any], layer: str) -> BlockWeight:
+def _make_weight(
+    method: str, tensors: Mapping[str, np.ndarray], settings: Mapping[str, Any], layer: str
+) -> BlockWeight:
     try:
         if method == "gptq":
             return gptq_weight(tensors, settings, layer)
@@ -236,7 +238,7 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
 
 def check_centre(source: Source, weights: Mapping[str, BlockWeight], settings: Mapping[str, Any]) -> None:
     """Refuse weights (by layer) about one step off zero: the median over the layers of their mean, in steps."""
-    found = [_centre(weight) for weight in weights.values()]
+    found = [_estimate_mean(weight) for weight in weights.values()]
     if not found:
         return
     means, errors = (np.array(values) for values in zip(*found, strict=True))
@@ -256,7 +258,7 @@ def check_centre(source: Source, weights: Mapping[str, BlockWeight], settings: M
     )
 
 
-def _centre(weight: BlockWeight) -> tuple[float, float]:
+def _estimate_mean(weight: BlockWeight) -> tuple[float, float]:
     """Mean of a weight in steps of its blocks, and its standard error."""
     rows = np.unique(np.linspace(0, weight.shape[0] - 1, min(_ROWS, weight.shape[0])).astype(np.int64))
     blocks = weight.read(rows)

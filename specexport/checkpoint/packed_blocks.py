@@ -50,7 +50,9 @@ def gptq_weight(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Blo
         raise CheckpointError(f"{name} has no g_idx, and desc_act says that it orders its inputs.", _HOW_TO_CONVERT)
     _check_order(order, codes.shape[1], stored.shape[1], name)
     _check_groups(settings, codes.shape[1], stored.shape[1], name)
-    return _grouped("GPTQ", bits, codes, _gptq_zeros(stored, bits, settings, name), tensors["scales"].T, name)
+    return _make_grouped_weight(
+        "GPTQ", bits, codes, _gptq_zeros(stored, bits, settings, name), tensors["scales"].T, name
+    )
 
 
 def _gptq_zeros(stored: np.ndarray, bits: int, settings: Mapping[str, Any], name: str) -> np.ndarray | None:
@@ -86,7 +88,7 @@ def awq_weight(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Bloc
 
     codes = ordered(tensors["qweight"])
     _check_groups(settings, codes.shape[1], tensors["scales"].shape[0], name)
-    return _grouped("AWQ", bits, codes, ordered(tensors["qzeros"]), tensors["scales"].T, name)
+    return _make_grouped_weight("AWQ", bits, codes, ordered(tensors["qzeros"]), tensors["scales"].T, name)
 
 
 def compressed_weight(tensors: Tensors, name: str) -> BlockWeight:
@@ -97,11 +99,11 @@ def compressed_weight(tensors: Tensors, name: str) -> BlockWeight:
         if weight.dtype != np.int8:
             raise CheckpointError(f"{name} holds {weight.dtype} weights, which no engine multiplies.", _HOW_TO_CONVERT)
         codes = (weight.astype(np.int16) + 128).astype(np.uint8)
-        scales = _by_output(tensors["weight_scale"], len(codes), name)
-        zeros = None if stored is None else _by_output(stored.astype(np.int16) + 128, len(codes), name)
-        return _grouped("int8", 8, codes, zeros, scales, name)
+        scales = _expand_to_outputs(tensors["weight_scale"], len(codes), name)
+        zeros = None if stored is None else _expand_to_outputs(stored.astype(np.int16) + 128, len(codes), name)
+        return _make_grouped_weight("int8", 8, codes, zeros, scales, name)
     width, depth = (int(size) for size in tensors["weight_shape"])
-    scales = _by_output(tensors["weight_scale"], width, name)
+    scales = _expand_to_outputs(tensors["weight_scale"], width, name)
     _check_order(tensors.get("weight_g_idx"), depth, scales.shape[1], name)
     words = tensors["weight_packed"]
     bits = 32 // -(-depth // words.shape[1])
@@ -111,11 +113,11 @@ def compressed_weight(tensors: Tensors, name: str) -> BlockWeight:
     if stored is not None:
         packed = stored.dtype == np.int32
         zeros = unpack(stored, bits, 0)[:width] if packed else stored.astype(np.int16) + (1 << (bits - 1))
-        zeros = _by_output(zeros, width, name)
-    return _grouped(f"int{bits}", bits, codes, zeros, scales, name)
+        zeros = _expand_to_outputs(zeros, width, name)
+    return _make_grouped_weight(f"int{bits}", bits, codes, zeros, scales, name)
 
 
-def _by_output(values: np.ndarray, width: int, name: str) -> np.ndarray:
+def _expand_to_outputs(values: np.ndarray, width: int, name: str) -> np.ndarray:
     """[N, groups] of values [N, groups], [N] or one for all."""
     if values.size == 1:
         return np.full((width, 1), values.reshape(()))
@@ -161,7 +163,7 @@ def _check_bits(bits: int, name: str) -> None:
         raise CheckpointError(f"{name} has weights of {bits} bits; 4 and 8 are known.", _HOW_TO_CONVERT)
 
 
-def _grouped(
+def _make_grouped_weight(
     kind: str, bits: int, codes: Codes, zeros: np.ndarray | None, scales: np.ndarray, name: str
 ) -> BlockWeight:
     """A weight of codes [N, K], zeros [N, groups] (None for the middle) and scales [N, groups]."""

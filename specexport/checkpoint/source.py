@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport_runtime.bundle.files import FOLLOW_LINKS, file_fault, sha256_file
+from specexport_runtime.bundle.files import FOLLOW_LINKS, find_file_fault, sha256_file
 from specexport_runtime.errors import CheckpointError
 
 _CONFIG = "config.json"
@@ -77,7 +77,7 @@ PACKED_PARTS = {
 """What the tensors of a packed weight are named."""
 
 
-def holds_quantized(source: Source) -> bool:
+def may_hold_quantized(source: Source) -> bool:
     """Whether a checkpoint may hold quantized weights that can be kept: it is a GGUF file, or its config says so."""
     if source.gguf_file is not None:
         return True
@@ -165,7 +165,7 @@ def _folder_source(folder: Path, name: str, remote_code: bool) -> Source:
     patterns = (*_WANTED, "*.py") if remote_code else _WANTED
     files = sorted({file for pattern in patterns for file in folder.glob(pattern)})
     for file in files:
-        if (fault := file_fault(file)) is not None:
+        if (fault := find_file_fault(file)) is not None:
             raise CheckpointError(f"{name}: {file.name} {fault[0]}.", fault[1] or "fetch the checkpoint again.")
     return Source(name, folder, None, tuple(files))
 

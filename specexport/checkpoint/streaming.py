@@ -39,7 +39,7 @@ class _Streaming(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
             return func(*args, **named)
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of a property
-            given = tree_map(self._real, args) if func in _VIEWS else args
+            given = tree_map(self._load_stored_weight, args) if func in _VIEWS else args
             return _CPU if func == torch.Tensor.device.__get__ else func(*given, **named)
         if func is torch.nn.functional.linear:
             return self._linear(*args, **named)
@@ -47,18 +47,18 @@ class _Streaming(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
             return self._embedding(*args, **named)
         if name in _ABOUT:
             return func(*args, **named)
-        args, named = tree_map(self._real, (args, named))
+        args, named = tree_map(self._load_stored_weight, (args, named))
         return func(*args, **named)
 
     def _is_stored(self, value: Any) -> bool:
         return isinstance(value, Tensor) and id(value) in self._weights
 
-    def _real(self, value: Any) -> Any:
+    def _load_stored_weight(self, value: Any) -> Any:
         return self._weights[id(value)].whole() if self._is_stored(value) else value
 
     def _linear(self, source: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Some outputs at a time on each core: what was read is multiplied while it is in the cache."""
-        bias = self._real(bias)
+        bias = self._load_stored_weight(bias)
         if not self._is_stored(weight):
             return torch.nn.functional.linear(source, weight, bias)
         stored, grad = self._weights[id(weight)], torch.is_grad_enabled()
@@ -107,7 +107,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def stand_ins(model: Any, stored: Stored) -> Iterator[None]:
+def use_random_weights(model: Any, stored: Stored) -> Iterator[None]:
     """Within the block, ``model`` runs with one block of random numbers for all weights: nothing is read."""
     if not stored:
         yield
@@ -117,14 +117,14 @@ def stand_ins(model: Any, stored: Stored) -> Iterator[None]:
     largest = max(min(weight.shape[0] * weight.row_size, max(CHUNK, weight.row_size)) for weight in stored.values())
     noise = torch.randn(largest + 1, generator=generator) * width**-0.5
     weights = {
-        id_: StoredWeight(weight.shape, weight.dtype, _Noise(weight, noise))
+        id_: StoredWeight(weight.shape, weight.dtype, _RandomRows(weight, noise))
         for id_, weight in stored_by_id(model, stored).items()
     }
     with _one_thread(), _Streaming(weights):
         yield
 
 
-class _Noise:
+class _RandomRows:
     """Rows that differ by where in the block they begin."""
 
     def __init__(self, weight: StoredWeight, noise: Tensor) -> None:
@@ -144,7 +144,7 @@ class _Noise:
 
 
 @contextmanager
-def blanks(model: Any, stored: Stored) -> Iterator[dict[int, str]]:
+def use_empty_weights(model: Any, stored: Stored) -> Iterator[dict[int, str]]:
     """Within the block, stored parameters are unwritten CPU tensors, which take no memory; gives names by address."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     made: dict[int, torch.nn.Parameter] = {}

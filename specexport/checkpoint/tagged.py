@@ -54,7 +54,7 @@ class Tags:
         return tag
 
     @contextmanager
-    def compared(self) -> Iterator[None]:
+    def patch_tie_check(self) -> Iterator[None]:
         """Within the block, transformers finds two tags equal where what they stand for is: it ties no others."""
         from transformers import modeling_utils
 
@@ -72,7 +72,7 @@ class Tags:
         finally:
             modeling_utils._tied_params_are_equal = equal
 
-    def settle(self, model: Any) -> dict[str, StoredWeight] | None:
+    def resolve_tags(self, model: Any) -> dict[str, StoredWeight] | None:
         """Replace stand-ins by parameters without data; gives each one's origin, or None if one was made otherwise."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         stored, meta = {}, {}
@@ -93,7 +93,7 @@ class Tags:
 
 
 @contextmanager
-def tagged_safetensors(source: Source, tags: Tags) -> Iterator[None]:
+def tag_safetensors(source: Source, tags: Tags) -> Iterator[None]:
     """Within the block, transformers opens safetensors files and finds tags in them."""
     from transformers import modeling_utils
 
@@ -148,7 +148,7 @@ class _SafetensorsRows:
             return found.to(self._dtype, copy=True)
 
 
-def tagged_gguf(source: Source, reader: Any, conversion: Conversion, tags: Tags) -> dict[str, Tensor] | None:
+def tag_gguf(source: Source, reader: Any, conversion: Conversion, tags: Tags) -> dict[str, Tensor] | None:
     """Tags for a GGUF file's matrices and vectors; None if transformers does more to one than order its rows."""
     found = gguf_weights(source, reader, conversion, tags.dtype)
     if found is None:
@@ -162,7 +162,7 @@ def tagged_gguf(source: Source, reader: Any, conversion: Conversion, tags: Tags)
 def gguf_weights(
     source: Source, reader: Any, conversion: Conversion, dtype: torch.dtype
 ) -> dict[str, StoredWeight | Tensor] | None:
-    """Where a model's matrices are in a GGUF file, and its vectors themselves; None as with :func:`tagged_gguf`."""
+    """Where a model's matrices are in a GGUF file, and its vectors themselves; None as with :func:`tag_gguf`."""
     watched = {path: WatchedFile(path, source.name) for path in source.files}
     files = {name: watched[path] for name, path in reader.paths.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -182,12 +182,12 @@ def gguf_weights(
             if vector is None:
                 return None
             is_row = max(len(shape), vector.dim()) >= SMALLEST_RANK
-            row = StoredWeight((1, vector.numel()), dtype, partial(_row, vector, dtype))
+            row = StoredWeight((1, vector.numel()), dtype, partial(_slice_vector, vector, dtype))
             found[name] = row if is_row else vector
             continue
         whole = conversion.small(tensor)
         if whole is not None:
-            found[name] = StoredWeight(tuple(whole.shape), dtype, partial(_part, whole, dtype))
+            found[name] = StoredWeight(tuple(whole.shape), dtype, partial(_slice_rows, whole, dtype))
             continue
         columns = conversion.column_order(tensor)
         order = np.arange(shape[0]) if columns is not None else conversion.row_order(tensor)
@@ -196,18 +196,18 @@ def gguf_weights(
         rows = float_rows(files[tensor.name], tensor, order, dtype)
         in_place = columns is None
         found[name] = StoredWeight(
-            shape, dtype, rows if in_place else partial(_turned, rows, torch.from_numpy(columns))
+            shape, dtype, rows if in_place else partial(_reorder_columns, rows, torch.from_numpy(columns))
         )
     return found
 
 
-def _part(whole: Tensor, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+def _slice_rows(whole: Tensor, dtype: torch.dtype, start: int, stop: int) -> Tensor:
     return whole[start:stop].to(dtype)
 
 
-def _turned(rows: Callable[[int, int], Tensor], columns: Tensor, start: int, stop: int) -> Tensor:
+def _reorder_columns(rows: Callable[[int, int], Tensor], columns: Tensor, start: int, stop: int) -> Tensor:
     return rows(start, stop)[:, columns]
 
 
-def _row(vector: Tensor, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+def _slice_vector(vector: Tensor, dtype: torch.dtype, start: int, stop: int) -> Tensor:
     return vector.view(1, -1)[start:stop].to(dtype)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specexport.checkpoint.source import Source, read_object
-from specexport.checkpoint.vocabulary import keep_twins, texts_of
-from specexport_runtime.bundle.tokenizer_load import read_whole_texts
+from specexport.checkpoint.vocabulary import read_token_texts, separate_duplicate_texts
+from specexport_runtime.bundle.tokenizer_load import disable_truncation
 from specexport_runtime.errors import CheckpointError
 
 PATTERNS = ("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt")
@@ -52,20 +52,22 @@ def _from_json(source: Source, stated: Mapping[str, Mapping[str, Any]]) -> Token
     try:
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(source.folder, local_files_only=True)
     except Exception as error:  # transformers raises nearly anything on a damaged tokenizer
-        raise _unreadable(source, _guilty(source), error) from error
-    parts = _parts(source, tokenizer)
-    parts = parts._replace(json=keep_twins(source, parts.json, texts_of((source.folder / _JSON).read_bytes())))
+        raise _load_error(source, _find_unreadable_file(source), error) from error
+    parts = _collect_parts(source, tokenizer)
+    parts = parts._replace(
+        json=separate_duplicate_texts(source, parts.json, read_token_texts((source.folder / _JSON).read_bytes()))
+    )
     if any(stated[name] for name in _SETTINGS):
         return parts
     texts = {}
     for name in ("bos_token", "eos_token", "pad_token"):  # no file says it in words, so one that says it in numbers
-        text = tokenizer.backend_tokenizer.id_to_token(_stated_id(source, f"{name}_id"))
+        text = tokenizer.backend_tokenizer.id_to_token(_read_token_id(source, f"{name}_id"))
         if text is not None:
             texts[name] = text
     return parts._replace(special_tokens=texts | parts.special_tokens)
 
 
-def _guilty(source: Source) -> str:
+def _find_unreadable_file(source: Source) -> str:
     """The file that a tokenizer cannot be made of."""
     from tokenizers import Tokenizer
 
@@ -76,7 +78,7 @@ def _guilty(source: Source) -> str:
     return next((name for name in _SETTINGS if (source.folder / name).is_file()), _JSON)
 
 
-def _stated_id(source: Source, key: str) -> int:
+def _read_token_id(source: Source, key: str) -> int:
     """A token id of the model's configuration files; an impossible one if they say none."""
     for name in _IDS:
         found = read_object(source, name, missing_ok=True)
@@ -91,7 +93,7 @@ def _stated_id(source: Source, key: str) -> int:
 _NO_ID = 2**31 - 1
 
 
-def _unreadable(source: Source, name: str, error: Exception) -> CheckpointError:
+def _load_error(source: Source, name: str, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{source.name}: the tokenizer cannot be loaded: {name} cannot be read ({type(error).__name__}: {error}).",
         f"fetch {name} again.",
@@ -108,24 +110,24 @@ def _from_class(source: Source, *, trust_remote_code: bool) -> TokenizerParts:
             source.folder, local_files_only=True, trust_remote_code=trust_remote_code, **named
         )
     except Exception as error:  # transformers raises nearly anything on a damaged tokenizer
-        raise explain(source, error) from error
+        raise tokenizer_error(source, error) from error
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(
             f"{source.name}: {type(tokenizer).__name__} has no fast tokenizer.", "add its tokenizer.json."
         )
     if source.gguf_file is None and not trust_remote_code:
         check_vocabulary(source, tokenizer)
-    return _parts(source, tokenizer)
+    return _collect_parts(source, tokenizer)
 
 
-def _parts(source: Source, tokenizer: Any) -> TokenizerParts:
+def _collect_parts(source: Source, tokenizer: Any) -> TokenizerParts:
     if getattr(tokenizer, "split_special_tokens", False):
         raise CheckpointError(
             f"{source.name}: {_SETTINGS[0]} sets split_special_tokens, which reads special tokens as plain text: a "
             "tokenizer.json cannot hold that.",
             "set it to false there, as chat templates need it.",
         )
-    read_whole_texts(tokenizer.backend_tokenizer)
+    disable_truncation(tokenizer.backend_tokenizer)
     return TokenizerParts(
         json=tokenizer.backend_tokenizer.to_str().encode(),
         chat_template=_chat_template(tokenizer),
@@ -158,7 +160,7 @@ def collect_eos_ids(model: Any, tokenizer: TokenizerParts) -> tuple[int, ...]:
     )
 
 
-def explain(source: Source, error: Exception) -> CheckpointError:
+def tokenizer_error(source: Source, error: Exception) -> CheckpointError:
     """What to tell of the error of a class that was to make a tokenizer."""
     cannot = f"{source.name}: the tokenizer cannot be loaded"
     if source.gguf_file is not None:

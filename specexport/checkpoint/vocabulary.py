@@ -32,7 +32,7 @@ def read_vocabulary(tokenizer_json: bytes, *, where: str) -> dict[int, str]:
     return tokens
 
 
-def texts_of(tokenizer_json: bytes) -> dict[int, str]:
+def read_token_texts(tokenizer_json: bytes) -> dict[int, str]:
     """Text of each id in a file's vocabulary, also of those whose text another one has."""
     lost: dict[int, str] = {}
 
@@ -46,7 +46,7 @@ def texts_of(tokenizer_json: bytes) -> dict[int, str]:
     return lost | read_vocabulary(tokenizer_json, where="the checkpoint")
 
 
-def keep_twins(source: Source, tokenizer_json: bytes, texts: Mapping[int, str]) -> bytes:
+def separate_duplicate_texts(source: Source, tokenizer_json: bytes, texts: Mapping[int, str]) -> bytes:
     """A tokenizer that writes each id of ``texts`` as its text, and reads texts as before; CheckpointError if none."""
     if len(set(texts.values())) == len(texts):
         return tokenizer_json

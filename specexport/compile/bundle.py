@@ -52,7 +52,7 @@ def find_up_to_date(output: Path, build_key: str) -> Manifest | None:
     return manifest
 
 
-def refuse_to_replace(output: Path, asked: Mapping[str, Any]) -> OutputExistsError:
+def make_output_exists_error(output: Path, asked: Mapping[str, Any]) -> OutputExistsError:
     """The error for a bundle that stands in the way and is not up to date; says what differs."""
     fix = "pass --force to replace it, or choose another folder with -o."
     try:
@@ -102,7 +102,7 @@ def write_bundle(
     return manifest
 
 
-def put_json(
+def write_bundle_json(
     bundle: Path, before: Manifest, name: str, data: Any, change: Callable[[Manifest], Manifest] = lambda same: same
 ) -> Manifest:
     """Put a JSON file into a bundle, and its hash into the manifest, which is given back with ``change``.

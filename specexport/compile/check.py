@@ -51,13 +51,13 @@ TEXT_LENS, FULL_TEXT_LENS = (20, 12), (64, 48)
 """Tokens of the texts that quantized engines read: what they lose shows only where the float model knows something."""
 
 
-def check_sequences(vocab_size: int) -> list[Int64Array]:
+def build_check_sequences(vocab_size: int) -> list[Int64Array]:
     """The two token sequences that float engines are checked with: fixed, spread over the whole vocabulary."""
     lengths = [prefill + verify for prefill, verify in zip(PREFILL_LENS, VERIFY_LENS, strict=True)]
-    return _any_tokens(vocab_size, lengths)
+    return _draw_random_tokens(vocab_size, lengths)
 
 
-def text_sequences(
+def build_text_sequences(
     tokenizer_json: bytes, vocab_size: int, max_positions: int | None = None, *, full: bool = False
 ) -> list[Int64Array]:
     """Two token sequences, code and prose, for rounded engines; random tokens where a vocabulary lacks texts."""
@@ -65,11 +65,11 @@ def text_sequences(
     tokenizer = load_tokenizer(tokenizer_json)
     found = [tokenizer.encode(text).ids[:length] for text, length in zip(TEXTS, lengths, strict=True)]
     if [len(ids) for ids in found] != lengths or max(map(max, found)) >= vocab_size:
-        return _any_tokens(vocab_size, lengths)
+        return _draw_random_tokens(vocab_size, lengths)
     return [np.array(ids, np.int64) for ids in found]
 
 
-def text_perplexity(
+def compute_text_perplexity(
     tokenizer_json: bytes, sequences: Sequence[Int64Array], references: Sequence[Float32Array]
 ) -> float | None:
     """Perplexity of eager logits [len, V] on the built-in texts; None if the sequences are other tokens.
@@ -88,16 +88,16 @@ def text_perplexity(
 _MAX_NATS = 500.0  # no model is that sure, and all that is said of more is that it is chance
 
 
-def _any_tokens(vocab_size: int, lengths: Sequence[int]) -> list[Int64Array]:
+def _draw_random_tokens(vocab_size: int, lengths: Sequence[int]) -> list[Int64Array]:
     generator = np.random.default_rng(20)
     return [generator.integers(0, vocab_size, length, dtype=np.int64) for length in lengths]
 
 
-def check_obstacle(recipe: PartRecipe) -> str | None:
+def find_unchecked_reason(recipe: PartRecipe) -> str | None:
     """Why engines of a recipe cannot be compared with eager transformers here; None if they can."""
     if recipe.check == NO_CHECK:
         return "not checked: asked not to"
-    return find_backend(recipe.backend).check_obstacle(recipe)
+    return find_backend(recipe.backend).find_unchecked_reason(recipe)
 
 
 def check_engine(
@@ -105,7 +105,7 @@ def check_engine(
     entry: ModelEntry,
     sequences: Sequence[
         Int64Array
-    ],  # from :func:`check_sequences`, or from :func:`text_sequences` for an approximation
+    ],  # from :func:`build_check_sequences`, or from :func:`build_text_sequences` for an approximation
     references: Sequence[Float32Array],  # eager logits [len, V] of each sequence
     adapted: Sequence[Sequence[Float32Array]] = (),  # the same with each adapter that requests may choose
     *,
@@ -124,10 +124,10 @@ def check_engine(
             else:
                 closeness = _require_close(entry, rows, truth[adapter], name)
             checks.append((float(found.largest.max()), closeness))
-    return _worst(checks)
+    return _merge_checks(checks)
 
 
-def _worst(checks: Sequence[tuple[float, Closeness | None]]) -> EngineCheck:
+def _merge_checks(checks: Sequence[tuple[float, Closeness | None]]) -> EngineCheck:
     """The largest error and the least closeness of several runs."""
     parts = [closeness for _, closeness in checks if closeness is not None]
     shares = [part.agreement for part in parts if part.agreement is not None]
@@ -182,7 +182,7 @@ def _narrow_steps(lengths: Sequence[int]) -> list[tuple[int, ...]]:
     return [PREFILL_LENS, *[(1,) * len(lengths)] * int(left.min()), *([rest] if any(rest) else [])]
 
 
-def _given(entry: ModelEntry, count: int) -> int:
+def _count_logit_tokens(entry: ModelEntry, count: int) -> int:
     """Tokens of ``count`` new ones that get logits: an engine with profiles computes no more than verifying needs."""
     if entry.engine.limits is None:
         return count
@@ -202,7 +202,7 @@ def run_engine(
 
     Each run has a name for messages, and the number of its adapter, 0 for none.
     """
-    from specexport.compile.check_parts import PartedExecutor
+    from specexport.compile.check_parts import PartwiseExecutor
 
     name, lengths = "engine" if unpad_kv else "engine's padded-KV graph", [len(sequence) for sequence in sequences]
     scripts = {name: _wide_steps(lengths)}
@@ -210,7 +210,7 @@ def run_engine(
         scripts[f"{name}, one token at a time,"] = _narrow_steps(lengths)
     executor = _make_executor(folder, entry, sequences, unpad_kv=unpad_kv)
 
-    def read_all() -> list[tuple[str, int, Rows]]:
+    def run_all_steps() -> list[tuple[str, int, Rows]]:
         runs, run = [], OutputRun(executor, [sequence.tolist() for sequence in sequences], unpad_kv=unpad_kv)
         for adapter in range(adapters + 1):
             of = f" with adapter {entry.adapters[adapter - 1].name}" if adapter else ""
@@ -219,26 +219,26 @@ def run_engine(
             for kind, steps in scripts.items():
                 run.runner.reset()
                 for counts in steps:
-                    run.step(kind + of, counts, wanted=[_given(entry, count) for count in counts])
+                    run.step(kind + of, counts, wanted=[_count_logit_tokens(entry, count) for count in counts])
                 runs.append((kind + of, adapter, run.cases[kind + of]))
         return runs
 
     try:
-        if isinstance(executor, PartedExecutor):
-            read_all()  # writes the steps down
+        if isinstance(executor, PartwiseExecutor):
+            run_all_steps()  # writes the steps down
             executor.compute()
-        return read_all()
+        return run_all_steps()
     finally:
         executor.close()
 
 
 def _make_executor(folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], *, unpad_kv: bool) -> Executor:
-    from specexport.compile.check_parts import PartedExecutor, is_large
+    from specexport.compile.check_parts import PartwiseExecutor, is_large
 
     num_rows, kv_capacity = len(sequences), max(len(sequence) for sequence in sequences) + max(VERIFY_LENS)
     if is_large(folder, entry):
         graph = entry.engine if unpad_kv or entry.engine.padded is None else entry.engine.padded
-        return PartedExecutor(
+        return PartwiseExecutor(
             folder / graph.path, entry, num_rows=num_rows, kv_capacity=kv_capacity, num_threads=available_cores()
         )
     return open_new_engine(folder, entry, num_rows=num_rows, kv_capacity=kv_capacity, unpad_kv=unpad_kv)
@@ -254,9 +254,9 @@ def open_new_engine(
     lender: CacheLender | None = None,  # of a head without caches of its own
 ) -> Executor:
     """Open a just built engine for a few steps; raises SpecexportError if the runtime has no such backend."""
-    from specexport_runtime.executors.open import backend_of
+    from specexport_runtime.executors.open import find_engine_backend
 
-    backend = backend_of(entry.backend)
+    backend = find_engine_backend(entry.backend)
     if backend is None:
         raise SpecexportError(f"the runtime has no backend {entry.backend!r} to run a new engine with.")
     return backend.open(

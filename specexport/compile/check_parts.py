@@ -40,9 +40,9 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 def is_large(folder: Path, entry: ModelEntry) -> bool:
     """Whether an engine is checked in parts: one graph without gates, of many weights, for the CPU."""
-    from specexport_runtime.executors.open import backend_of
+    from specexport_runtime.executors.open import find_engine_backend
 
-    backend, data = backend_of(entry.backend), folder / Path(entry.engine.path).parent / DATA_NAME
+    backend, data = find_engine_backend(entry.backend), folder / Path(entry.engine.path).parent / DATA_NAME
     whole = bool(entry.engine.gates.kinds) or backend is None or backend.on_gpu
     return not whole and data.is_file() and data.stat().st_size > LARGE_BYTES
 
@@ -56,7 +56,7 @@ class _Step(NamedTuple):
     fresh: bool  # before it, all rows were forgotten
 
 
-class PartedExecutor(Executor):
+class PartwiseExecutor(Executor):
     """An executor driven twice through the same steps: it notes them, then :meth:`compute`, then it answers."""
 
     def __init__(self, path: Path, entry: ModelEntry, *, num_rows: int, kv_capacity: int, num_threads: int) -> None:
@@ -117,7 +117,7 @@ class PartedExecutor(Executor):
         place = self._path.with_name(_PART_NAME)
         for part in split_graph(self._path):
             try:
-                place.write_bytes(part.with_inputs(known[0] | self._empty_caches()))
+                place.write_bytes(part.serialize_with_inputs(known[0] | self._empty_caches()))
                 session = open_session(place, self._num_threads, False)
             finally:
                 place.unlink(missing_ok=True)
@@ -164,7 +164,7 @@ class GraphPart(NamedTuple):
     model: ir.Model  # its inputs are values of other nodes, without types
     done: tuple[str, ...]  # the inputs that no later node reads
 
-    def with_inputs(self, examples: Arrays) -> bytes:
+    def serialize_with_inputs(self, examples: Arrays) -> bytes:
         """The model as bytes; dtypes and ranks of its inputs are those of ``examples``."""
         for value in self.model.graph.inputs:
             array = examples[str(value.name)]
@@ -181,7 +181,7 @@ def split_graph(path: Path) -> Iterator[GraphPart]:
     constants = {value: {value} for value in graph.initializers.values()}
     nodes, reads = [], []
     for node in graph:
-        values = _reads(node, graph)
+        values = _collect_read_values(node, graph)
         if values and values <= constants.keys():
             constants |= {value: set().union(*(constants[each] for each in values)) for value in node.outputs}
         else:
@@ -190,7 +190,9 @@ def split_graph(path: Path) -> Iterator[GraphPart]:
     last_use = {value: at for at, values in enumerate(reads) for value in values}
     last_use |= dict.fromkeys(graph.outputs, len(nodes))
     known: list[ir.Value] = list(graph.inputs)
-    for start, stop in _cuts([set().union(*(constants.get(each, ()) for each in values)) for values in reads]):
+    for start, stop in _plan_part_ranges(
+        [set().union(*(constants.get(each, ()) for each in values)) for values in reads]
+    ):
         made = [value for node in nodes[start:stop] for value in node.outputs]
         outputs = [value for value in made if last_use.get(value, -1) >= stop]
         part = ir.convenience.extract(graph, known, outputs)
@@ -205,7 +207,7 @@ def split_graph(path: Path) -> Iterator[GraphPart]:
         known = [value for value in [*known, *made] if last_use.get(value, -1) >= stop]
 
 
-def _reads(node: ir.Node, graph: ir.Graph) -> set[ir.Value]:
+def _collect_read_values(node: ir.Node, graph: ir.Graph) -> set[ir.Value]:
     """Values of a graph that a node reads, those that nodes of its subgraphs read among them."""
     values = {value for value in node.inputs if value is not None}
     for attribute in node.attributes.values():
@@ -215,7 +217,7 @@ def _reads(node: ir.Node, graph: ir.Graph) -> set[ir.Value]:
     return {value for value in values if value.graph is graph}
 
 
-def _cuts(weights: list[set[ir.Value]]) -> Iterator[tuple[int, int]]:
+def _plan_part_ranges(weights: list[set[ir.Value]]) -> Iterator[tuple[int, int]]:
     """From where to where the nodes of each part go, by the weights that each node reads."""
     start, size, held = 0, 0, set[ir.Value]()
     for at, own in enumerate(weights):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.bundle.quant_kinds import limits_of
+from specexport_runtime.bundle.quant_kinds import get_limits
 from specexport_runtime.executors.base import Float32Array
 
 DECIDED = float(np.log(2))
@@ -36,7 +36,7 @@ class Closeness(NamedTuple):
 
     def obstacle(self, approximation: str) -> str | None:
         """Why an engine that is approximate so must be broken; None if it need not be."""
-        limits = limits_of(approximation)
+        limits = get_limits(approximation)
         least, most = limits.agreement, limits.lost
         if not self.lost <= most:  # a NaN must fail
             return (

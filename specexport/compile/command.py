@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specexport.backends.registry import DEFAULT_BACKEND
-from specexport_runtime.bundle.quant_kinds import KEPT, rounding_kinds
-from specexport_runtime.cli.gone import deprecated
-from specexport_runtime.cli.grouped import RARE, GroupedCommand, under
+from specexport_runtime.bundle.quant_kinds import KEPT, list_rounding_kinds
+from specexport_runtime.cli.gone import deprecated_option
+from specexport_runtime.cli.grouped import RARE, GroupedCommand, add_under_heading
 
 if TYPE_CHECKING:
     from specexport.compile.built import EngineCheck
     from specexport.compile.pipeline import BuildResult
 
-_KINDS = "|".join((KEPT.name, *(kind.name for kind in rounding_kinds()), "none"))
+_KINDS = "|".join((KEPT.name, *(kind.name for kind in list_rounding_kinds()), "none"))
 
 
-def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | None], str | int | None]:
+def _make_number_parser(*words: str) -> Callable[[click.Context, click.Parameter, str | None], str | int | None]:
     def read(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | int | None:
         if value is None or value in words:
             return value
@@ -43,7 +43,7 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
 @click.option("--force", is_flag=True, help="Replace a bundle that stands in the output folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
-@under(
+@add_under_heading(
     "Weights",
     click.option("--dtype", help="Dtype of float weights, on GPUs of all else too.  [default: auto]"),
     click.option("--quantize", metavar=_KINDS, help="Weights of the target.  [default: as its file has them]"),
@@ -58,7 +58,7 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
     ),
     click.option("--lora-mode", metavar="merge|choose", help="What becomes of adapters.  [default: merge one]"),
 )
-@under(
+@add_under_heading(
     "Drafting",
     click.option("--draft", help="Draft checkpoint. Without one texts copy from themselves and from earlier ones."),
     click.option(
@@ -76,7 +76,7 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
     click.option(
         "--draft-vocab-size",
         metavar="auto|all|N",
-        callback=_number_or("auto", "all"),
+        callback=_make_number_parser("auto", "all"),
         help="Keep the N likeliest tokens of the draft's LM head. auto tries what is fastest, on texts of the target.  "
         "[default: auto]",
     ),
@@ -85,13 +85,13 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
     ),
     click.option("--self-draft", is_flag=True, default=None, help="Let the target draft with some of its own layers."),
 )
-@under(
+@add_under_heading(
     "Machine",
     click.option("--backend", help=f"What runs the engines.  [default: {DEFAULT_BACKEND}]"),
     click.option(
         "--max-model-len",
         metavar="N|auto",
-        callback=_number_or("auto"),
+        callback=_make_number_parser("auto"),
         help="Most tokens of one sequence.  [default: auto]",
     ),
     click.option("--max-num-seqs", type=int, help="Most sequences at a time.  [default: 8]"),
@@ -103,14 +103,14 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
     click.option("--lowering", metavar="plugin", help="tensorrt: attention by our kernels.  [default: TensorRT's own]"),
     click.option("--gpu-memory-gb", type=float, help="TensorRT: refuse what a GPU of this memory cannot hold."),
 )
-@under(
+@add_under_heading(
     "Sources",
     click.option("--revision", help="Hub revision of the target."),
     click.option("--draft-revision", help="Hub revision of the draft."),
     click.option("--head-revision", help="Hub revision of the head."),
     click.option("--trust-remote-code", is_flag=True, default=None, help="Run the hub's Python code while loading."),
 )
-@under(
+@add_under_heading(
     RARE,
     click.option("--check", metavar="short|full|none", help="Compare with eager transformers.  [default: short]"),
     click.option("--no-check", "check", flag_value="none", help="The same as --check none."),
@@ -122,7 +122,7 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
         "--dump-passes", type=click.Path(path_type=Path, file_okay=False), help="Write the graph after each pass there."
     ),
 )
-@deprecated("--prepack/--no-prepack", "engine files hold packed weights")
+@deprecated_option("--prepack/--no-prepack", "engine files hold packed weights")
 def build(
     *,
     recipe_file: Path | None,
@@ -134,23 +134,23 @@ def build(
     **flags: Any,
 ) -> None:
     """Build a bundle from TARGET: a Hugging Face folder, a hub id, or a .gguf file."""
-    from specexport.compile.head import untaken_module
+    from specexport.compile.head import find_unused_mtp_hint
     from specexport.compile.pipeline import build_bundle
-    from specexport.host import map_large_blocks
+    from specexport.host import set_malloc_threshold
     from specexport.progress import show_progress
     from specexport.recipe import make_recipe
     from specexport.report import print_json
 
     flags |= {name: flags[name] or None for name in ("sm", "lora")}
     recipe = make_recipe(flags, recipe_file)
-    map_large_blocks()
+    set_malloc_threshold()
     with show_progress(sys.stderr, quiet=quiet) as progress:
         result = build_bundle(recipe, progress=progress, dump_passes=dump_passes, force=force, use_cache=not no_cache)
     if as_json:
         print_json(result_to_json(result))
     else:
-        click.echo(summary(result))
-        hint = untaken_module(recipe)
+        click.echo(format_summary(result))
+        hint = find_unused_mtp_hint(recipe)
         if hint is not None:
             click.echo(f"  hint: {hint}")
 
@@ -172,7 +172,7 @@ def result_to_json(result: "BuildResult") -> dict[str, Any]:
     }
 
 
-def summary(result: "BuildResult") -> str:
+def format_summary(result: "BuildResult") -> str:
     """A build's result in a line or two for a reader."""
     from specexport.compile.draft_cuts import describe_layers
     from specexport.compile.draft_trial import describe_trial
@@ -189,7 +189,7 @@ def summary(result: "BuildResult") -> str:
     for role, check in result.checks.items():
         cached = " (engine from the cache)" if role in result.reused else ""
         entry = result.manifest.models[role]
-        found = "not checked" if check is None else _describe(check)
+        found = "not checked" if check is None else _describe_check(check)
         if entry.approximation is not None:
             found = f"{entry.approximation}, {found}"
         head = entry.draft_head
@@ -216,7 +216,7 @@ _CHANCE = 4
 """A model of which a text is this many times likelier than any tokens knows something of it."""
 
 
-def _describe(check: "EngineCheck") -> str:
+def _describe_check(check: "EngineCheck") -> str:
     if check.divergence is None:
         return f"logits within {check.max_abs_error:.1e} of eager transformers"
     words = f"divergence {check.divergence:.2g} nats from eager transformers on a text"

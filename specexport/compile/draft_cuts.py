@@ -125,31 +125,31 @@ def read_counting_texts(path: str | None) -> tuple[str, ...]:
     place = place.expanduser()
     if not place.exists():
         raise RecipeError(f"draft_vocab_texts {place} does not exist.", "give a file or a folder with texts.")
-    texts = tuple(text for file in _files_of(place) for text in _read(file) if text.strip())
+    texts = tuple(text for file in _list_text_files(place) for text in _read_texts(file) if text.strip())
     if not texts:
         raise RecipeError(f"draft_vocab_texts {place} has no text.", _FORM)
     return texts
 
 
-def _files_of(place: Path) -> list[Path]:
+def _list_text_files(place: Path) -> list[Path]:
     if not place.is_dir():
         return [place]
     found = sorted(file for file in place.rglob("*") if file.is_file())
     return [file for file in found if not any(part.startswith(".") for part in file.relative_to(place).parts)]
 
 
-def _read(file: Path) -> Iterator[str]:
+def _read_texts(file: Path) -> Iterator[str]:
     try:
         if file.suffix == ".jsonl":
             for number, record in json_lines(file):
-                yield from _texts_of(record, f"{file}, line {number}")
+                yield from _read_record_texts(record, f"{file}, line {number}")
         else:
             yield read_text(file)
     except InvalidRequestError as error:
         raise RecipeError(f"draft_vocab_texts: {error.message}", _FORM) from error
 
 
-def _texts_of(record: dict[str, Any], where: str) -> Iterator[str]:
+def _read_record_texts(record: dict[str, Any], where: str) -> Iterator[str]:
     given = [(field, record[field]) for field in _FIELDS if record.get(field) is not None]
     if not given or given[0][0] == "reference":
         raise RecipeError(f"draft_vocab_texts: {where}: there is no field `text` or `prompt`.", _FORM)

@@ -1,6 +1,6 @@
 """How often a draft guesses what its target writes.
 
-The target writes greedily behind some prompts, all of them in one batch. The draft then reads each of these texts in
+The target writes greedily after some prompts, all of them in one batch. The draft then reads each of these texts in
 one step, and what it would have guessed at each place is compared with what stands there: the share of right guesses is
 the chance that a draft token is accepted. A smaller LM head needs no further step: its guess is the likeliest of the
 tokens that it has. What all texts begin with, a chat template's first turn, is read once.
@@ -40,7 +40,7 @@ PROMPTS = (
 """Code, sums, questions, prose and other languages, in few tokens: the first six, which may be all, have most of these.
 Nothing of it is in the texts of ``bench``, which heads count."""
 FEW_TOKENS, NUM_TOKENS = 12, 32
-"""Tokens that the target writes behind each of the first prompts, and behind each where these leave a doubt."""
+"""Tokens that the target writes after each of the first prompts, and after each where these leave a doubt."""
 PROMPT_LEN = 96
 _CAPACITY = PROMPT_LEN + NUM_TOKENS
 _MAX_WORK, MIN_PROMPTS = 6e12, 6
@@ -50,13 +50,13 @@ _CHUNK, _HELD_OUT, _BEGINNING = 1000, 4, 200  # characters; every fourth chunk o
 
 
 class Text(NamedTuple):
-    """Token ids of a prompt, and what the target wrote behind it."""
+    """Token ids of a prompt, and what the target wrote after it."""
 
     prompt: list[int]
     written: list[int]
 
 
-def held_out(texts: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def split_held_out(texts: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Texts to count tokens on, and prompts that are not among them; no prompts where texts are too few."""
     chunks = [text[at : at + _CHUNK] for text in texts for at in range(0, len(text), _CHUNK)]
     held = chunks[::_HELD_OUT]
@@ -70,7 +70,7 @@ def held_out(texts: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def write_texts(
     folder: Path, target: BuiltModel, prompts: Sequence[str], *, num_ids: int, few: bool = False
 ) -> list[Text]:
-    """What the target writes behind each prompt, up to the first token that ends a text; ``few`` is for a first look.
+    """What the target writes after each prompt, up to the first token that ends a text; ``few`` is for a first look.
 
     ``folder`` is of the target's engine. Without ``prompts`` there are built-in ones, in the chat template if there is
     one. A text with an id from ``num_ids`` up, which the draft does not have, is left out. Raises SpecexportError if
@@ -90,7 +90,7 @@ def write_texts(
         raise SpecexportError("the target is too large to write texts for it.")
     rows, count = (rows[:MIN_PROMPTS], FEW_TOKENS) if few else (rows, NUM_TOKENS)
     with closing(open_new_engine(folder, target.entry, num_rows=len(rows), kv_capacity=_CAPACITY)) as executor:
-        written = _write(ModelRunner(executor), rows, count)
+        written = _generate_rows(ModelRunner(executor), rows, count)
     texts = []
     for ids, own in zip(rows, written, strict=True):
         ends = [at for at, token in enumerate(own, 1) if token in target.eos_token_ids]
@@ -101,8 +101,8 @@ def write_texts(
     return known
 
 
-def _write(runner: ModelRunner, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    found, shared = [], _read_once(runner, [prompt[:-1] for prompt in prompts])
+def _generate_rows(runner: ModelRunner, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    found, shared = [], _prefill_shared_prefix(runner, [prompt[:-1] for prompt in prompts])
     for row, prompt in enumerate(prompts):
         found.append(int(runner.step(row, [RowWork(prompt[shared:], 1)], "token_ids")[0]))
         runner.kv.commit(row, len(prompt))
@@ -115,18 +115,18 @@ def _write(runner: ModelRunner, prompts: Sequence[list[int]], count: int) -> lis
     return written
 
 
-def _read_once(runner: ModelRunner, rows: Sequence[list[int]]) -> int:
+def _prefill_shared_prefix(runner: ModelRunner, rows: Sequence[list[int]]) -> int:
     """Put what all rows begin with into each; how many tokens that are."""
     alike = [len(set(column)) == 1 for column in zip(*rows, strict=False)]
     shared = [*alike, False].index(False)
     runner.prefill(0, rows[0][:shared])
     for row in range(1, len(rows)):
         runner.copy_row(0, row, shared)
-        runner.go_on(row, shared)
+        runner.resume_row(row, shared)
     return shared
 
 
-def guess_texts(
+def measure_guesses(
     folder: Path,
     entry: ModelEntry,
     texts: Sequence[Text],
@@ -142,23 +142,23 @@ def guess_texts(
     ids = np.arange(entry.vocab_size, dtype=np.int32) if own is None else own
     kept = [slice(None) if head is None else np.flatnonzero(np.isin(ids, head)) for head in heads]
     said = ids if tokens is None else tokens.target_ids[ids]
-    read, places = zip(*[_spelled(text, tokens) for text in texts], strict=True)
+    read, places = zip(*[_spell_for_draft(text, tokens) for text in texts], strict=True)
     right = []
     capacity = _CAPACITY * (1 if tokens is None else tokens.most) + 1
     with closing(open_new_engine(folder, entry, num_rows=len(texts), kv_capacity=capacity)) as executor:
         runner = ModelRunner(executor)
-        shared = _read_once(runner, [each[: at[0]] for each, at in zip(read, places, strict=True)])
+        shared = _prefill_shared_prefix(runner, [each[: at[0]] for each, at in zip(read, places, strict=True)])
         for row, (text, each, at) in enumerate(zip(texts, read, places, strict=True)):
             logits = runner.step(row, [RowWork(each[shared:], len(each) - at[0])])[at - at[0]]
             right.append([said[rows][logits[:, rows].argmax(axis=1)] == text.written for rows in kept])
     return np.concatenate(right, axis=1)
 
 
-def _spelled(text: Text, tokens: TokenMap | None) -> tuple[list[int], Int64Array]:
+def _spell_for_draft(text: Text, tokens: TokenMap | None) -> tuple[list[int], Int64Array]:
     """What a draft reads of a text, and the place before each token that was written."""
     read = [*text.prompt, *text.written[:-1]]
     if tokens is None:
         return read, np.arange(len(text.prompt) - 1, len(read))
-    lead = tokens.lead_of(read)
+    lead = tokens.get_lead(read)
     ids, counts = tokens.spell(read)
     return lead + ids, len(lead) + np.cumsum(counts)[len(text.prompt) - 1 :] - 1

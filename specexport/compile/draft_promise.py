@@ -23,7 +23,7 @@ _KERNELS = "avx512vnni"
 """What steps are priced for, whatever this machine has."""
 
 
-class Priced(NamedTuple):
+class PricedForm(NamedTuple):
     """A form, and what it costs."""
 
     entry: ModelEntry
@@ -31,22 +31,22 @@ class Priced(NamedTuple):
     target: ModelEntry
     lookahead: int  # largest K
 
-    def _steps(self) -> tuple[StepCost, StepCost]:
+    def _step_costs(self) -> tuple[StepCost, StepCost]:
         """Of the target and of the draft."""
         costs = prior_costs({"target": self.target, "draft": self.entry}, kernels=_KERNELS)
         return costs.target, costs.drafters[DRAFTER_OF["draft"]]
 
     def speed(self, accepted: float) -> float:
         """Tokens a second over plain decoding's, if ``accepted`` is the chance."""
-        return promised_speed(accepted, *self._steps(), self.lookahead)
+        return promised_speed(accepted, *self._step_costs(), self.lookahead)
 
     def tried(self, right: BoolArray) -> TriedForm:
         """What is known of it once it guessed some tokens, ``right`` of them bool [tokens]."""
-        target, step = self._steps()
+        target, step = self._step_costs()
         accepted, price = float(right.mean()), step.seconds(1, 1) / target.seconds(1, 1)
         return TriedForm(self.entry.quantize, self.size, accepted, price, self.speed(accepted))
 
-    def rounded(self, quantize: str) -> "Priced":
+    def rounded(self, quantize: str) -> "PricedForm":
         """The form with such weights before it is built: no dearer than it will be."""
         engine = replace(self.entry.engine, packed_bytes=None)
         return self._replace(entry=replace(self.entry, quantize=quantize, engine=engine))
@@ -61,7 +61,7 @@ def pick(tried: Sequence[TriedForm]) -> TriedForm:
     return best
 
 
-def is_sure(forms: Sequence[Priced], right: BoolArray) -> bool:
+def is_sure(forms: Sequence[PricedForm], right: BoolArray) -> bool:
     """Whether more tokens would hardly show a form that promises much more than the picked one.
 
     ``right`` says which tokens each guessed, bool [forms, tokens].

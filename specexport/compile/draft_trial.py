@@ -16,13 +16,13 @@ import numpy as np
 
 from specexport.compile.built import BuiltModel
 from specexport.compile.draft_cuts import HeadCut, hash_texts
-from specexport.compile.draft_guesses import Text, guess_texts, held_out, write_texts
-from specexport.compile.draft_promise import MARGIN, Priced, is_sure, pick
-from specexport.compile.token_map import Shared
+from specexport.compile.draft_guesses import Text, measure_guesses, split_held_out, write_texts
+from specexport.compile.draft_promise import MARGIN, PricedForm, is_sure, pick
+from specexport.compile.token_map import SharedTokens
 from specexport.progress import StageClock
 from specexport.recipe import KEEP
 from specexport_runtime.bundle.entry import FormTrial, ModelEntry, TriedForm
-from specexport_runtime.bundle.quant_kinds import rounding_kinds
+from specexport_runtime.bundle.quant_kinds import list_rounding_kinds
 from specexport_runtime.bundle.token_map import TokenMap
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Int32Array
@@ -81,7 +81,7 @@ class DraftTrial(NamedTuple):
     lookahead: int  # largest K
     target: BuiltModel | None = None  # what writes; None as long as it is not built
     folder: Path = Path()  # of its engine
-    shared: Shared | None = None  # with a draft of another vocabulary; None where it has the target's
+    shared: SharedTokens | None = None  # with a draft of another vocabulary; None where it has the target's
 
     def key(self) -> list[Any]:
         """What of it decides an engine, beside its target."""
@@ -90,7 +90,7 @@ class DraftTrial(NamedTuple):
     def others(self, kept_bytes: float | None, backend: str) -> tuple[str, ...]:
         """Quantizations to try beside the simplest form, which takes so many bytes a weight; None for float weights."""
         found, last = [], kept_bytes or 2.0
-        kinds = [kind for kind in rounding_kinds() if backend in kind.backends]
+        kinds = [kind for kind in list_rounding_kinds() if backend in kind.backends]
         for kind in sorted(kinds, key=lambda each: -each.stored_bytes):
             if self.quantizes and kind.stored_bytes <= _SMALLER * last:
                 found.append(kind.name)
@@ -98,7 +98,7 @@ class DraftTrial(NamedTuple):
         return tuple(found)
 
 
-class Chosen(NamedTuple):
+class ChosenForm(NamedTuple):
     """A form, and its entry with what was tried."""
 
     form: DraftForm
@@ -113,7 +113,7 @@ class FormChoice(NamedTuple):
     sizes: HeadSizes
     rank: Callable[[HeadCut], Int32Array]  # all token ids, in the order in which an LM head keeps them
 
-    def settle(self, simplest: Chosen, folder: Path, make: Callable[..., ModelEntry]) -> Chosen:
+    def settle(self, simplest: ChosenForm, folder: Path, make: Callable[..., ModelEntry]) -> ChosenForm:
         """Find the form that promises most, and leave its files in ``folder``, where those of the simplest are.
 
         ``make`` builds a form in a folder; ``last=True`` uses the traced graph up. What goes wrong fails no build: the
@@ -130,39 +130,39 @@ class FormChoice(NamedTuple):
                 file.rename(folder / file.name)
         for left in [left for left in folder.iterdir() if left.is_dir()]:
             shutil.rmtree(left)
-        return Chosen(chosen.form, replace(chosen.entry, trial=tried))
+        return ChosenForm(chosen.form, replace(chosen.entry, trial=tried))
 
     def _choose(
-        self, simplest: Chosen, folder: Path, make: Callable[..., ModelEntry]
-    ) -> tuple[Chosen, Path, FormTrial]:
+        self, simplest: ChosenForm, folder: Path, make: Callable[..., ModelEntry]
+    ) -> tuple[ChosenForm, Path, FormTrial]:
         """The chosen form, where it is, and what was tried: heads first, then other weights with the best of them."""
         trial, sizes = self.trial, self.sizes
         target, (form, entry), obstacle = trial.target, simplest, None
         assert target is not None  # noqa: S101 - it is built first
-        counted, prompts = held_out(trial.texts) if trial.own_texts else (trial.texts, ())
+        counted, prompts = split_held_out(trial.texts) if trial.own_texts else (trial.texts, ())
         tokens = None if trial.shared is None else trial.shared.tokens
         num_ids = sizes.rows if tokens is None else target.entry.vocab_size
 
-        def heads_of(among: tuple[str, ...], wanted: Sequence[int]) -> dict[int, Int32Array]:
+        def rank_heads(among: tuple[str, ...], wanted: Sequence[int]) -> dict[int, Int32Array]:
             ranked = self.rank(HeadCut(min(wanted), among, target.eos_token_ids)) if wanted else ()
             return {size: np.sort(ranked[:size]) for size in wanted}
 
-        def price(found: ModelEntry, size: int) -> Priced:
-            return Priced(found, size, target.entry, trial.lookahead)
+        def price(found: ModelEntry, size: int) -> PricedForm:
+            return PricedForm(found, size, target.entry, trial.lookahead)
 
-        heads = heads_of(counted, [size for size in HEAD_SIZES if trial.cuts and 2 * size <= sizes.rows])
+        heads = rank_heads(counted, [size for size in HEAD_SIZES if trial.cuts and 2 * size <= sizes.rows])
         forms = [price(entry, entry.lm_head_rows), *(price(sizes.cut(entry, size), size) for size in heads)]
-        readings = _Readings(partial(write_texts, trial.folder, target, prompts, num_ids=num_ids), tokens)
-        readings.add(forms, _Reader(folder, simplest, (None, *heads.values())))
+        readings = _GuessResults(partial(write_texts, trial.folder, target, prompts, num_ids=num_ids), tokens)
+        readings.add(forms, _GuessingEngine(folder, simplest, (None, *heads.values())))
         best = pick(readings.settle())
         built = {(entry.quantize, entry.lm_head_rows): (simplest, folder)}
 
-        def build(quantize: str | None, size: int, *, last: bool = False) -> Chosen:
+        def build(quantize: str | None, size: int, *, last: bool = False) -> ChosenForm:
             place, ids = folder / (quantize or "float"), heads.get(size, form.head_ids)
             if size in heads and counted != trial.texts:
-                ids = heads_of(trial.texts, [size])[size]
+                ids = rank_heads(trial.texts, [size])[size]
             other = DraftForm(quantize, ids)
-            chosen = Chosen(other, make(other, place, StageClock(None, 0), last=last))
+            chosen = ChosenForm(other, make(other, place, StageClock(None, 0), last=last))
             built[quantize, size] = chosen, place
             return chosen
 
@@ -174,7 +174,7 @@ class FormChoice(NamedTuple):
                 continue
             try:
                 made = build(name, size)
-                readings.add([price(made.entry, size)], _Reader(folder / name, made, (heads.get(size),)))
+                readings.add([price(made.entry, size)], _GuessingEngine(folder / name, made, (heads.get(size),)))
             except SpecexportError as error:  # a model of which this form cannot be had
                 obstacle = error.message
         tried = readings.settle()
@@ -184,25 +184,25 @@ class FormChoice(NamedTuple):
         return *built[winner[:2]], FormTrial(readings.num_tokens, tuple(tried), obstacle)
 
 
-class _Reader(NamedTuple):
+class _GuessingEngine(NamedTuple):
     """An engine that guesses."""
 
     folder: Path
-    built: Chosen
+    built: ChosenForm
     heads: tuple[Int32Array | None, ...]  # ids of its LM head in each form that it stands for; None for all it has
 
     def guess(self, texts: Sequence[Text], tokens: TokenMap | None) -> BoolArray:
-        return guess_texts(self.folder, self.built.entry, texts, self.built.form.head_ids, self.heads, tokens)
+        return measure_guesses(self.folder, self.built.entry, texts, self.built.form.head_ids, self.heads, tokens)
 
 
-class _Readings:
+class _GuessResults:
     """What forms guessed of the target's texts: of few, as long as these leave no doubt."""
 
     def __init__(self, write: Callable[..., list[Text]], tokens: TokenMap | None) -> None:
         self._write, self._tokens, self._few = write, tokens, True
         self._texts = write(few=True)
-        self._forms: list[Priced] = []
-        self._readers: list[_Reader] = []
+        self._forms: list[PricedForm] = []
+        self._readers: list[_GuessingEngine] = []
         self._right: list[BoolArray] = []
 
     @property
@@ -210,7 +210,7 @@ class _Readings:
         """Tokens that each form was to guess."""
         return sum(len(text.written) for text in self._texts)
 
-    def add(self, forms: Sequence[Priced], reader: _Reader) -> None:
+    def add(self, forms: Sequence[PricedForm], reader: _GuessingEngine) -> None:
         """Forms that an engine stands for, the simplest first."""
         self._right += list(reader.guess(self._texts, self._tokens))
         self._readers.append(reader)

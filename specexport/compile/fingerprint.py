@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.machine import versions_of
+from specexport_runtime.machine import read_versions
 
 TOOLS = (
     "specexport",
@@ -49,18 +49,18 @@ _DOTTED = re.compile(r"(specexport|specexport_runtime)(\.[a-z_][a-z0-9_]*)+")
 
 def tool_versions() -> dict[str, str]:
     """Installed version of each tool; tools that are not installed are left out."""
-    return {"python": platform.python_version(), **versions_of(TOOLS)}
+    return {"python": platform.python_version(), **read_versions(TOOLS)}
 
 
 def hash_sources(root: str) -> str:
-    """Hash of a module of ours and of every module of ours that it needs; see :func:`needed_sources`."""
+    """Hash of a module of ours and of every module of ours that it needs; see :func:`find_needed_sources`."""
     digest = hashlib.sha256()
-    for name, path in sorted(needed_sources(root).items()):
+    for name, path in sorted(find_needed_sources(root).items()):
         digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def needed_sources(root: str) -> dict[str, Path]:
+def find_needed_sources(root: str) -> dict[str, Path]:
     """The source files that a module of ours depends on, directly or not, its own among them, by dotted name.
 
     Imports inside functions count; those for type checkers alone do not. A module that is only named, in a string (a
@@ -73,16 +73,16 @@ def needed_sources(root: str) -> dict[str, Path]:
         name = left.pop()
         if name in found:
             continue
-        path = _source_of(name)
+        path = _find_source(name)
         if path is None:
             raise SpecexportError(f"{name} decides what a build writes, and there is no such module.")
         found[name] = path
-        left += _needs(path)
+        left += _find_imports(path)
     return found
 
 
 @functools.cache
-def _source_of(name: str) -> Path | None:
+def _find_source(name: str) -> Path | None:
     """The file of a module of ours; None if there is none."""
     package, *parts = name.split(".")
     place = _package_folder(package).joinpath(*parts)
@@ -98,7 +98,7 @@ def _package_folder(package: str) -> Path:
 
 
 @functools.cache
-def _needs(path: Path) -> tuple[str, ...]:
+def _find_imports(path: Path) -> tuple[str, ...]:
     """Dotted names of the modules of ours that a source file imports or names."""
     names: list[str] = []
     left: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
@@ -110,11 +110,11 @@ def _needs(path: Path) -> tuple[str, ...]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in _PACKAGES:
             for part in node.names:
                 whole = f"{node.module}.{part.name}"
-                names.append(whole if _source_of(whole) else node.module)
+                names.append(whole if _find_source(whole) else node.module)
         elif isinstance(node, ast.Import):
             names += [part.name for part in node.names if part.name.split(".")[0] in _PACKAGES]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
-            names += [node.value] * (_source_of(node.value) is not None)
+            names += [node.value] * (_find_source(node.value) is not None)
         left += ast.iter_child_nodes(node)
     return tuple(names)
 

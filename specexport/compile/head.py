@@ -10,12 +10,12 @@ from specexport.backends.base import BuildJob, PartRecipe
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.checkpoint.vocabulary import read_vocabulary
 from specexport.compile.built import TOKENIZER_NAME, EngineCheck
-from specexport.compile.check import check_obstacle
+from specexport.compile.check import find_unchecked_reason
 from specexport.compile.check_head import check_head
 from specexport.compile.draft_cuts import read_counting_texts
-from specexport.compile.draft_trial import Chosen, DraftForm
-from specexport.compile.model import length_for, load_source, pieces_for, table_weights
-from specexport.compile.part import ModelSource, Part, Texts, Traced, entry_of
+from specexport.compile.draft_trial import ChosenForm, DraftForm
+from specexport.compile.model import cut_checkpoint_pieces, load_source, resolve_max_len, table_weights
+from specexport.compile.part import ModelSource, Part, TokenizerData, TracedPart, make_entry_factory
 from specexport.compile.vocabulary import check_vocabularies
 from specexport.progress import StageClock
 from specexport.recipe import FLOAT, MTP, NO_CHECK, BuildRecipe
@@ -64,13 +64,13 @@ def plan_head(
         _check_tokenizer(source, checkpoint)
         files, loaded = _load(source, checkpoint)
         _check_kind(recipe, source, loaded.config)
-        _check_caches(recipe, loaded.config, source.name)
+        _refuse_int8_caches(recipe, loaded.config, source.name)
         probe, config = None, loaded.config
         if recipe.check != NO_CHECK:
             from specexport.checkpoint.streaming import streamed
             from specexport.heads.probe import check_probe, probe_head
 
-            pieces = pieces_for(checkpoint, read_counting_texts(None), PROBE_PIECES, PROBE_LEN)
+            pieces = cut_checkpoint_pieces(checkpoint, read_counting_texts(None), PROBE_PIECES, PROBE_LEN)
             with streamed(checkpoint.model, checkpoint.stored):
                 probe = probe_head(checkpoint.model, loaded, pieces, _num_layers(checkpoint))
             check_probe(probe, source.name)
@@ -79,19 +79,19 @@ def plan_head(
         request = FeatureRequest(config.taps, loaded.projection, config.feature_size)
     del loaded
     gc.collect()
-    tables = _tables(checkpoint)
+    tables = _make_table_reader(checkpoint)
     if not checkpoint.stored:  # weights that are in no files as they are: none is kept in memory beside an engine
-        tables = partial(_tables_anew, recipe, target)
-    of_target = checkpoint.tokenizer_json, checkpoint.max_positions, length_for(recipe, checkpoint)
+        tables = partial(_reload_tables, recipe, target)
+    of_target = checkpoint.tokenizer_json, checkpoint.max_positions, resolve_max_len(recipe, checkpoint)
     return HeadPlan(config, request, probe, files, tables, *of_target), checkpoint
 
 
 def _check_kind(recipe: PartRecipe, source: ModelSource, config: "HeadConfig") -> None:
     """Refuse a head that a backend has no form of, before its target is built."""
-    from specexport.heads.kinds import kind_of
+    from specexport.heads.kinds import find_kind
 
-    needs = kind_of(config).needs
-    obstacle = find_backend(recipe.backend).head_obstacle(config.kind, needs, recipe)
+    needs = find_kind(config).needs
+    obstacle = find_backend(recipe.backend).find_head_refusal(config.kind, needs, recipe)
     if obstacle is not None:
         able = [name for name, backend in BACKENDS.items() if backend.meets(needs)]
         raise UnsupportedModelError(
@@ -106,7 +106,7 @@ def describe_probe(rate: float, change: str | None) -> str:
     return f"first guess right at {rate:.0%} of a text{read}"
 
 
-def untaken_module(recipe: BuildRecipe) -> str | None:
+def find_unused_mtp_hint(recipe: BuildRecipe) -> str | None:
     """A hint at an MTP module in the target's checkpoint that the recipe leaves out; None where there is none."""
     from specexport.checkpoint.source import resolve_source
     from specexport.heads.mtp_files import holds_module
@@ -134,9 +134,9 @@ def _check_tokenizer(source: ModelSource, checkpoint: "Checkpoint") -> None:
         check_vocabularies(target, own, num_shared_rows=None)
 
 
-def _check_caches(recipe: PartRecipe, config: "HeadConfig", name: str) -> None:
+def _refuse_int8_caches(recipe: PartRecipe, config: "HeadConfig", name: str) -> None:
     """Refuse a head that reads caches of the target where these hold int8: only the target's graph has the scales."""
-    if config.target_layers and recipe.small_caches:
+    if config.target_layers and recipe.has_small_caches:
         raise UnsupportedModelError(
             f"the head {name} reads the target's KV caches, and these hold {recipe.kv_cache_dtype}, which it cannot "
             "read.",
@@ -150,7 +150,7 @@ def _load(source: ModelSource, checkpoint: "Checkpoint") -> "tuple[HeadFiles, Lo
     from specexport.checkpoint.source import resolve_source
     from specexport.heads.assistant_gguf import is_assistant
     from specexport.heads.config import TargetFacts
-    from specexport.heads.kinds import kind_of, open_head, read_config
+    from specexport.heads.kinds import find_kind, open_head, read_config
     from specexport.heads.mtp_files import open_mtp
 
     found, text = resolve_source(source.source, source.revision), checkpoint.model.config.get_text_config()
@@ -159,14 +159,16 @@ def _load(source: ModelSource, checkpoint: "Checkpoint") -> "tuple[HeadFiles, Lo
     config = read_config(
         files, TargetFacts(_num_layers(checkpoint), int(text.hidden_size), checkpoint.vocab_size, text)
     )
-    return files, kind_of(config).load(files, config, _tables(checkpoint)(), getattr(torch, checkpoint.dtype))
+    return files, find_kind(config).load(
+        files, config, _make_table_reader(checkpoint)(), getattr(torch, checkpoint.dtype)
+    )
 
 
 def _num_layers(checkpoint: "Checkpoint") -> int:
     return int(checkpoint.model.config.get_text_config().num_hidden_layers)
 
 
-def _tables(checkpoint: "Checkpoint") -> "Callable[[], TargetTables]":
+def _make_table_reader(checkpoint: "Checkpoint") -> "Callable[[], TargetTables]":
     """What reads the embedding and LM head of a target; the checkpoint's model may be gone then."""
     from specexport.checkpoint.stored import StoredWeight, stored_by_id
     from specexport.heads.loaded import TargetTables
@@ -181,8 +183,8 @@ def _tables(checkpoint: "Checkpoint") -> "Callable[[], TargetTables]":
     return read
 
 
-def _tables_anew(recipe: PartRecipe, target: ModelSource) -> "TargetTables":
-    return _tables(load_source(recipe, target))()
+def _reload_tables(recipe: PartRecipe, target: ModelSource) -> "TargetTables":
+    return _make_table_reader(load_source(recipe, target))()
 
 
 def prepare_head(recipe: PartRecipe, source: ModelSource, plan: HeadPlan, folder: Path, clock: StageClock) -> Part:
@@ -190,16 +192,16 @@ def prepare_head(recipe: PartRecipe, source: ModelSource, plan: HeadPlan, folder
     import torch
 
     from specexport.checkpoint.source import hash_source, resolve_source
-    from specexport.heads.kinds import kind_of, trace_head
+    from specexport.heads.kinds import find_kind, trace_head
 
     config, probe, role = plan.config, plan.probe, source.role
     with clock.stage("load", role, source.name):
-        loaded = kind_of(config).load(plan.files, config, plan.tables(), getattr(torch, recipe.model_dtype))
+        loaded = find_kind(config).load(plan.files, config, plan.tables(), getattr(torch, recipe.model_dtype))
         found = resolve_source(source.source, source.revision, remote_code=recipe.trust_remote_code)
         if hash_source(found) != source.sha256:
             raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
     with clock.stage("reference", role):
-        reference = kind_of(config).reference(loaded) if check_obstacle(recipe) is None else None
+        reference = find_kind(config).reference(loaded) if find_unchecked_reason(recipe) is None else None
     num_parameters = sum(parameter.numel() for parameter in loaded.head.parameters())
     step_parameters, mask, correction = loaded.head.step_parameters, loaded.mask_feature, loaded.correction
     arrays = {} if mask is None else {MASK_NAME: mask}
@@ -236,7 +238,7 @@ def prepare_head(recipe: PartRecipe, source: ModelSource, plan: HeadPlan, folder
         else CorrectionEntry(correction.rule, tuple(f"{name}.npy" for name in correction.tables), correction.most),
     )
     heads = config.layer_config.get("num_attention_heads")
-    entry = entry_of(
+    entry = make_entry_factory(
         source,
         job,
         f"{config.kind} head of {config.source_format} ({config.layer_config['model_type']})",
@@ -247,9 +249,9 @@ def prepare_head(recipe: PartRecipe, source: ModelSource, plan: HeadPlan, folder
     return Part(
         source,
         DraftForm(quantize, loaded.ids),
-        Traced(traced.ir_model.clone(), job),
+        TracedPart(traced.ir_model.clone(), job),
         check=partial(_check_head, reference),
-        texts=Texts(plan.tokenizer_json),
+        texts=TokenizerData(plan.tokenizer_json),
         entry=entry,
         parameters=lambda _: Parameters(num_parameters, step_parameters),
         comes_cut=True,
@@ -257,5 +259,5 @@ def prepare_head(recipe: PartRecipe, source: ModelSource, plan: HeadPlan, folder
     )
 
 
-def _check_head(reference: "HeadReference | None", folder: Path, chosen: Chosen) -> EngineCheck | None:
+def _check_head(reference: "HeadReference | None", folder: Path, chosen: ChosenForm) -> EngineCheck | None:
     return None if reference is None else check_head(folder, chosen.entry, reference)

@@ -14,7 +14,13 @@ from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob, PartReci
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.channel_ranges import CacheRange, ChannelRanges
 from specexport.compile.built import EngineCheck
-from specexport.compile.check import check_engine, check_obstacle, check_sequences, text_perplexity, text_sequences
+from specexport.compile.check import (
+    build_check_sequences,
+    build_text_sequences,
+    check_engine,
+    compute_text_perplexity,
+    find_unchecked_reason,
+)
 from specexport.compile.draft_cuts import (
     NUM_PIECES,
     PIECE_LEN,
@@ -25,12 +31,12 @@ from specexport.compile.draft_cuts import (
     rank_head_ids,
     read_counting_texts,
 )
-from specexport.compile.draft_trial import Chosen, DraftForm, DraftTrial, FormChoice, HeadSizes
+from specexport.compile.draft_trial import ChosenForm, DraftForm, DraftTrial, FormChoice, HeadSizes
 from specexport.compile.lora import bind_adapters, describe_adapters
-from specexport.compile.part import ModelSource, Part, Texts, Traced, entry_of, weighs_inputs
-from specexport.compile.token_map import Shared, Side, describe_share, find_shared, side_of
+from specexport.compile.part import ModelSource, Part, TokenizerData, TracedPart, make_entry_factory, weighs_inputs
+from specexport.compile.token_map import SharedTokens, VocabularySide, describe_share, find_shared, make_vocabulary_side
 from specexport.progress import StageClock
-from specexport.recipe import FLOAT, FULL, KEEP, NO_CHECK, model_len
+from specexport.recipe import FLOAT, FULL, KEEP, NO_CHECK, resolve_model_len
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.entry import AttentionEntry, DroppedLayer, Parameters, Rope, WeightFormat
 from specexport_runtime.bundle.quant_kinds import INT8, KINDS
@@ -38,8 +44,8 @@ from specexport_runtime.errors import (
     CheckpointError,
     MissingDependencyError,
     UnsupportedModelError,
-    not_installed,
-    pip_install,
+    describe_not_installed,
+    make_install_hint,
 )
 from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array
 
@@ -68,7 +74,7 @@ class Reductions(NamedTuple):
     cut: HeadCut | None = None  # of its LM head; None leaves it whole
     prune: LayerPrune | None = None  # of its layers; None keeps all
     trial: DraftTrial | None = None  # finds out what else becomes of it; None builds what the recipe says
-    beside: Side | None = None  # the vocabulary of its target; None for a model that has none
+    beside: VocabularySide | None = None  # the vocabulary of its target; None for a model that has none
 
     def key(self) -> dict[str, Any]:
         """What of it decides an engine, beside the target."""
@@ -98,29 +104,31 @@ def prepare_model(
             checkpoint = load_source(recipe, source, stream=prune is None)  # pruning runs the model again and again
         if checkpoint.rope is not None:
             clock.note(f"{checkpoint.rope.text}, for sequences of up to {checkpoint.rope.max_len} tokens")
-        quantize, max_len = _quantize(recipe, checkpoint), length_for(recipe, checkpoint)
+        quantize, max_len = _quantize(recipe, checkpoint), resolve_max_len(recipe, checkpoint)
         adapters = bind_adapters(checkpoint, source.adapters, merge=not recipe.chooses_adapters)
         if adapters.all and not recipe.chooses_adapters:
-            _round(checkpoint, recipe)  # weights are sums by now
+            _round_weights(checkpoint, recipe)  # weights are sums by now
         rounded = recipe.rounding(quantize)
         if rounded is not None:
             clock.note(f"weights are rounded to {rounded}; activations and KV caches are {recipe.model_dtype}")
         shared = (
-            None if beside is None else find_shared(beside, side_of(checkpoint, source.name, checkpoint.vocab_size))
+            None
+            if beside is None
+            else find_shared(beside, make_vocabulary_side(checkpoint, source.name, checkpoint.vocab_size))
         )
         if shared is not None:
             clock.note(f"another vocabulary than the target's: they share {describe_share(shared.entry)}")
             trial = None if trial is None else trial._replace(shared=shared)
-        form = DraftForm(quantize, _head_ids(checkpoint, cut, shared))
-        others = () if trial is None else trial.others(_kept_share(checkpoint), recipe.backend)
+        form = DraftForm(quantize, _choose_head_ids(checkpoint, cut, shared))
+        others = () if trial is None else trial.others(_compute_kept_bytes(checkpoint), recipe.backend)
         kinds = (quantize, *others)
         require_space(folder, sum(_needed_bytes(recipe, kind, checkpoint) for kind in kinds))
     dropped = _drop_layers(checkpoint, prune, role, clock)
     with clock.stage("reference", role):
-        obstacle = check_obstacle(recipe)
+        obstacle = find_unchecked_reason(recipe)
         references = {
             on_texts: _eager_reference(checkpoint, adapters.chosen, on_texts=on_texts, full=recipe.check == FULL)
-            for on_texts in {recipe.small_caches or kind is not None for kind in kinds if obstacle is None}
+            for on_texts in {recipe.has_small_caches or kind is not None for kind in kinds if obstacle is None}
         }
         if recipe.check != NO_CHECK and recipe.model_dtype == "float16":
             _refuse_overflow(checkpoint, next(iter(references.values()), None))
@@ -137,14 +145,14 @@ def prepare_model(
         del checkpoint.model  # the graph holds the weights now
         gc.collect()
     count, positions, ends = checkpoint.num_parameters, checkpoint.max_positions, tuple(checkpoint.eos_token_ids)
-    texts = Texts(
+    texts = TokenizerData(
         checkpoint.tokenizer_json, checkpoint.chat_template, checkpoint.special_tokens, checkpoint.bos_token_id, ends
     )
     job = BuildJob(
         recipe, quantize, max_len, traced.layers, count, positions, folder, clock,
         cache_ranges=cached, states=traced.states, adapters=adapters.products,
     )  # fmt: skip
-    entry = entry_of(
+    entry = make_entry_factory(
         source,
         job,
         checkpoint.architecture,
@@ -157,7 +165,7 @@ def prepare_model(
     return Part(
         source,
         form,
-        Traced(traced.ir_model, job, ranges, checkpoint.kept),
+        TracedPart(traced.ir_model, job, ranges, checkpoint.kept),
         check=partial(_check_model, references, texts.tokenizer_json, recipe.check == FULL),
         texts=texts,
         entry=entry,
@@ -169,7 +177,7 @@ def prepare_model(
 
 
 def _check_model(
-    references: Mapping[bool, _Reference], tokenizer_json: bytes, full: bool, folder: Path, chosen: Chosen
+    references: Mapping[bool, _Reference], tokenizer_json: bytes, full: bool, folder: Path, chosen: ChosenForm
 ) -> EngineCheck | None:
     ids, entry = chosen.form.head_ids, chosen.entry
     reference = references.get(entry.approximation is not None)
@@ -179,7 +187,9 @@ def _check_model(
         reference = reference._replace(logits=[logits[:, ids] for logits in reference.logits])
     found = check_engine(folder, entry, *reference, full=full)
     if entry.approximation is not None and ids is None:
-        found = found._replace(perplexity=text_perplexity(tokenizer_json, reference.sequences, reference.logits))
+        found = found._replace(
+            perplexity=compute_text_perplexity(tokenizer_json, reference.sequences, reference.logits)
+        )
     return found
 
 
@@ -204,7 +214,7 @@ def _head_sizes(checkpoint: "Checkpoint") -> HeadSizes:
     )
 
 
-def _kept_share(checkpoint: "Checkpoint") -> float | None:
+def _compute_kept_bytes(checkpoint: "Checkpoint") -> float | None:
     """Bytes of a weight as the checkpoint has it; None where it holds float weights."""
     formats = _weight_formats(checkpoint)
     return sum(each.num_bytes for each in formats) / sum(each.weights for each in formats) if formats else None
@@ -247,7 +257,7 @@ def _weight_formats(checkpoint: "Checkpoint") -> tuple[WeightFormat, ...]:
 
 def load_source(recipe: PartRecipe, source: ModelSource, *, stream: bool = True) -> "Checkpoint":
     """Load a checkpoint as a recipe wants it; CheckpointError if it changed since it was hashed."""
-    from specexport.checkpoint.lengths import hold_length
+    from specexport.checkpoint.lengths import freeze_length
     from specexport.checkpoint.load import load_checkpoint
     from specexport.trace.refuse import check_config
 
@@ -261,8 +271,8 @@ def load_source(recipe: PartRecipe, source: ModelSource, *, stream: bool = True)
     )
     if checkpoint.source_sha256 != source.sha256:
         raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
-    _round(checkpoint, recipe)
-    hold_length(checkpoint, length_for(recipe, checkpoint))
+    _round_weights(checkpoint, recipe)
+    freeze_length(checkpoint, resolve_max_len(recipe, checkpoint))
     check_config(checkpoint.model)  # before it is run
     return checkpoint
 
@@ -272,7 +282,7 @@ def _quantize(recipe: PartRecipe, checkpoint: "Checkpoint") -> str | None:
     return None if recipe.quantize == FLOAT or (recipe.quantize == KEEP and not checkpoint.kept) else recipe.quantize
 
 
-def _round(checkpoint: "Checkpoint", recipe: PartRecipe) -> None:
+def _round_weights(checkpoint: "Checkpoint", recipe: PartRecipe) -> None:
     from specexport.checkpoint.load import round_weights
 
     rounded = recipe.rounding(_quantize(recipe, checkpoint))
@@ -280,10 +290,10 @@ def _round(checkpoint: "Checkpoint", recipe: PartRecipe) -> None:
         round_weights(checkpoint, rounded)
 
 
-def length_for(recipe: PartRecipe, checkpoint: "Checkpoint") -> int:
+def resolve_max_len(recipe: PartRecipe, checkpoint: "Checkpoint") -> int:
     """Most tokens of a sequence of one model; for ``auto`` no rotary table depends on the length."""
     plain = [checkpoint.plain_positions] if recipe.max_model_len == "auto" else []
-    return model_len(recipe.max_model_len, [checkpoint.max_positions, *plain])
+    return resolve_model_len(recipe.max_model_len, [checkpoint.max_positions, *plain])
 
 
 def _refuse_overflow(checkpoint: "Checkpoint", reference: _Reference | None) -> None:
@@ -300,20 +310,20 @@ def _refuse_overflow(checkpoint: "Checkpoint", reference: _Reference | None) -> 
 def _eager_reference(
     checkpoint: "Checkpoint", adapters: Sequence[Any] = (), *, on_texts: bool = False, full: bool = False
 ) -> _Reference:
-    from specexport.checkpoint.lora_fit import with_adapter
-    from specexport.trace.check import reference_logits
+    from specexport.checkpoint.lora_fit import use_adapter
+    from specexport.trace.check import compute_reference_logits
 
     if on_texts:
         known = checkpoint.tokenizer_json, checkpoint.vocab_size, checkpoint.max_positions
-        sequences = text_sequences(*known, full=full)
+        sequences = build_text_sequences(*known, full=full)
     else:
-        sequences = check_sequences(checkpoint.vocab_size)
+        sequences = build_check_sequences(checkpoint.vocab_size)
     texts = [ids.tolist() for ids in sequences]
     adapted = []
     for adapter in adapters:
-        with with_adapter(checkpoint, adapter) as changed:
-            adapted.append(reference_logits(changed, texts))
-    return _Reference(sequences, reference_logits(checkpoint, texts), adapted)
+        with use_adapter(checkpoint, adapter) as changed:
+            adapted.append(compute_reference_logits(changed, texts))
+    return _Reference(sequences, compute_reference_logits(checkpoint, texts), adapted)
 
 
 def _drop_layers(
@@ -329,14 +339,16 @@ def _drop_layers(
     from specexport.trace.prune import choose_layers, drop_layers
 
     with clock.stage("layers", role, f"{prune.num_layers} of {num_layers} stay", steps=0):
-        dropped = choose_layers(checkpoint, num_layers - prune.num_layers, pieces_for(checkpoint, prune.texts))
+        dropped = choose_layers(
+            checkpoint, num_layers - prune.num_layers, cut_checkpoint_pieces(checkpoint, prune.texts)
+        )
         drop_layers(checkpoint, [layer for layer, _ in dropped])
     return tuple(DroppedLayer(*each) for each in dropped)
 
 
-def is_measured(recipe: PartRecipe) -> bool:
+def needs_calibration(recipe: PartRecipe) -> bool:
     """Whether a model's engine depends on the built-in texts: something of it was measured on them."""
-    return weighs_inputs(recipe, recipe.quantize) or recipe.small_caches
+    return weighs_inputs(recipe, recipe.quantize) or recipe.has_small_caches
 
 
 def _calibrate(
@@ -344,22 +356,22 @@ def _calibrate(
 ) -> tuple[Mapping[str, ChannelRanges] | None, Sequence[CacheRange] | None]:
     """How large the inputs of linear layers get, and keys and values; each None where no form needs to know it."""
     weighs = any(weighs_inputs(recipe, kind) for kind in kinds)
-    if not weighs and not recipe.small_caches:
+    if not weighs and not recipe.has_small_caches:
         return None, None
-    from specexport.trace.calibrate import activation_ranges, cache_ranges
+    from specexport.trace.calibrate import cache_ranges, measure_activation_ranges
 
     ranges, cached = None, None
     with clock.stage("calibrate", recipe.role, steps=0):
-        pieces = pieces_for(checkpoint, read_counting_texts(None), CALIBRATION_PIECES, CALIBRATION_LEN)
+        pieces = cut_checkpoint_pieces(checkpoint, read_counting_texts(None), CALIBRATION_PIECES, CALIBRATION_LEN)
         if weighs:
-            ranges = activation_ranges(checkpoint, pieces)
-        if recipe.small_caches:
+            ranges = measure_activation_ranges(checkpoint, pieces)
+        if recipe.has_small_caches:
             longest = max(AUTO_MODEL_LEN, max_len)
             cached = cache_ranges(checkpoint, pieces, max_len=min(longest, checkpoint.max_positions or longest))
     return ranges, cached
 
 
-def pieces_for(
+def cut_checkpoint_pieces(
     checkpoint: "Checkpoint", texts: Sequence[str], num_pieces: int = NUM_PIECES, piece_len: int = PIECE_LEN
 ) -> list[Int64Array]:
     """Pieces of texts that a checkpoint can read, see :func:`cut_pieces`."""
@@ -367,14 +379,14 @@ def pieces_for(
     return cut_pieces(texts, *known, max_positions=room, num_pieces=num_pieces, piece_len=piece_len)
 
 
-def _head_ids(checkpoint: "Checkpoint", cut: HeadCut | None, shared: Shared | None) -> Int32Array | None:
+def _choose_head_ids(checkpoint: "Checkpoint", cut: HeadCut | None, shared: SharedTokens | None) -> Int32Array | None:
     """Token ids that the LM head keeps; None if it keeps all."""
     if cut is None or (shared is None and cut.size == checkpoint.vocab_size):
         return None if shared is None else shared.head_ids
     return np.sort(_rank_ids(checkpoint, shared, cut)[: cut.size])
 
 
-def _rank_ids(checkpoint: "Checkpoint", shared: Shared | None, cut: HeadCut) -> Int32Array:
+def _rank_ids(checkpoint: "Checkpoint", shared: SharedTokens | None, cut: HeadCut) -> Int32Array:
     """All token ids that the LM head may have, those first that stay in it."""
     ends = [token for token in (checkpoint.bos_token_id, *checkpoint.eos_token_ids) if token is not None]
     if shared is not None:
@@ -394,4 +406,6 @@ def require_export_stack(backend: Backend | None = None) -> None:
     backend = backend or next(iter(BACKENDS.values()))
     missing = [name for name in (*_NEEDED, *backend.modules) if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingDependencyError(f"building needs {not_installed(missing)}.", pip_install("export", backend.extra))
+        raise MissingDependencyError(
+            f"building needs {describe_not_installed(missing)}.", make_install_hint("export", backend.extra)
+        )

@@ -17,9 +17,9 @@ from specexport.backends.base import Backend, BuildJob, PartRecipe, release_weig
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.channel_ranges import ChannelRanges
 from specexport.compile.built import BuiltModel, EngineCheck
-from specexport.compile.check import check_obstacle
-from specexport.compile.draft_trial import Chosen, DraftForm, FormChoice, describe_trial
-from specexport.compile.token_map import Shared
+from specexport.compile.check import find_unchecked_reason
+from specexport.compile.draft_trial import ChosenForm, DraftForm, FormChoice, describe_trial
+from specexport.compile.token_map import SharedTokens
 from specexport.host import map_in_threads
 from specexport.progress import StageClock
 from specexport.recipe import KEEP
@@ -34,7 +34,7 @@ from specexport_runtime.bundle.entry import (
     WeightFormat,
 )
 from specexport_runtime.bundle.files import hash_files
-from specexport_runtime.bundle.quant_kinds import passes_of
+from specexport_runtime.bundle.quant_kinds import get_backend_passes
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors.base import Float32Array, Int32Array
 
@@ -61,7 +61,7 @@ class ModelSource(NamedTuple):
     texts_sha256: str = ""  # over what decides its tokenizer: all files but those of weights alone
 
 
-class Texts(NamedTuple):
+class TokenizerData(NamedTuple):
     """What a bundle takes of a part's tokenizer; see ``BuiltModel``."""
 
     tokenizer_json: bytes
@@ -71,7 +71,7 @@ class Texts(NamedTuple):
     eos_token_ids: tuple[int, ...] = ()
 
 
-class Traced(NamedTuple):
+class TracedPart(NamedTuple):
     """What a part's engines are made of."""
 
     graph: Any  # an ``ir.Model``, which is used up
@@ -86,16 +86,18 @@ class Part:
 
     source: ModelSource
     form: DraftForm  # to build first
-    traced: Traced | None  # None once it is used up
-    check: Callable[[Path, Chosen], EngineCheck | None]  # compares the engine in a folder with torch, where it can be
-    texts: Texts
+    traced: TracedPart | None  # None once it is used up
+    check: Callable[
+        [Path, ChosenForm], EngineCheck | None
+    ]  # compares the engine in a folder with torch, where it can be
+    texts: TokenizerData
     entry: Callable[..., ModelEntry]  # makes the entry of a form, with all that is the same of each
     parameters: Callable[[Int32Array | None], Parameters]  # with an LM head of these ids
     comes_cut: bool = False  # its LM head has its ids already
     arrays: Mapping[str, Float32Array] = field(default_factory=dict)  # what lies beside the engine, by file name
     kept_formats: tuple[WeightFormat, ...] = ()  # of the weights that are kept
     choice: FormChoice | None = None  # of a draft whose form is to be found out
-    shared: Shared | None = None  # of a draft with another vocabulary than its target's
+    shared: SharedTokens | None = None  # of a draft with another vocabulary than its target's
 
 
 def build_part(part: Part, dump_dir: Path | None = None) -> BuiltModel:
@@ -104,7 +106,7 @@ def build_part(part: Part, dump_dir: Path | None = None) -> BuiltModel:
     job, role = part.traced.job, part.source.role
     folder, clock = job.folder, job.clock
     make = partial(_build_form, part, dump_dir)
-    chosen = Chosen(part.form, make(part.form, folder, clock, last=part.choice is None))
+    chosen = ChosenForm(part.form, make(part.form, folder, clock, last=part.choice is None))
     if part.choice is not None:
         with clock.stage("trial", role, steps=0):
             chosen = part.choice.settle(chosen, folder, make)
@@ -112,7 +114,7 @@ def build_part(part: Part, dump_dir: Path | None = None) -> BuiltModel:
     part.traced = None
     gc.collect()  # the graph is gone: its weights must not be in memory beside the check's
     hashed = map_in_threads(partial(hash_files, folder), [[path.name for path in folder.iterdir()]])
-    with clock.stage("check", role, check_obstacle(job.recipe) or ""):
+    with clock.stage("check", role, find_unchecked_reason(job.recipe) or ""):
         found = part.check(folder, chosen)
     return BuiltModel(chosen.entry, next(hashed), found, *part.texts)
 
@@ -148,7 +150,9 @@ def _build_form(
     )
 
 
-def entry_of(source: ModelSource, job: BuildJob, architecture: str, **facts: Any) -> Callable[..., ModelEntry]:
+def make_entry_factory(
+    source: ModelSource, job: BuildJob, architecture: str, **facts: Any
+) -> Callable[..., ModelEntry]:
     """What makes the entries of a part's forms: with all that is known of it before one is built."""
     return partial(
         ModelEntry,
@@ -163,12 +167,12 @@ def entry_of(source: ModelSource, job: BuildJob, architecture: str, **facts: Any
 
 def weighs_inputs(recipe: PartRecipe, quantize: str | None) -> bool:
     """Whether weights are rounded by what the inputs of a layer make of an error."""
-    form = passes_of(quantize, recipe.backend)
+    form = get_backend_passes(quantize, recipe.backend)
     return form is not None and form.weighs_inputs
 
 
 def _check_states(job: BuildJob, backend: Backend) -> None:
-    """Refuse layers that keep a state where nothing can go back behind drafts."""
+    """Refuse layers that keep a state where nothing can go back after drafts."""
     if job.states and not backend.has_states:
         able = ", ".join(name for name, each in BACKENDS.items() if each.has_states)
         raise UnsupportedModelError(

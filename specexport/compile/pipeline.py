@@ -18,16 +18,16 @@ from specexport.atomic import new_folder
 from specexport.backends.base import PartRecipe
 from specexport.backends.registry import find_backend
 from specexport.compile.built import BuiltModel, EngineCheck
-from specexport.compile.bundle import check_output, find_up_to_date, refuse_to_replace, write_bundle
+from specexport.compile.bundle import check_output, find_up_to_date, make_output_exists_error, write_bundle
 from specexport.compile.cache import EngineCache, open_cache
 from specexport.compile.head import HeadPlan, plan_head, prepare_head
 from specexport.compile.model import WHOLE, Reductions, prepare_model, require_export_stack
 from specexport.compile.part import STAGES, ModelSource, Part, build_part
 from specexport.compile.plan import BuildPlan, check_draft_sizes, check_tokenizer_files, make_plan
-from specexport.compile.token_map import side_of
-from specexport.host import peak_memory_bytes, seldom_collected
+from specexport.compile.token_map import make_vocabulary_side
+from specexport.host import collect_garbage_rarely, peak_memory_bytes
 from specexport.progress import Progress, StageClock
-from specexport.recipe import BuildRecipe, model_len
+from specexport.recipe import BuildRecipe, resolve_model_len
 from specexport_runtime.bundle.entry import FormTrial, ModelEntry
 from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.manifest import Manifest
@@ -105,7 +105,7 @@ def build_bundle(
         plan = make_plan(recipe)
         present = find_up_to_date(output, plan.build_key) if exists else None
         if exists and present is None and not force:
-            raise refuse_to_replace(output, plan.settings)
+            raise make_output_exists_error(output, plan.settings)
         if present is None:
             check_tokenizer_files(plan)
             check_draft_sizes(plan)
@@ -115,19 +115,21 @@ def build_bundle(
     cache = open_cache() if use_cache else None
     built: dict[str, BuiltModel] = {}
     reused: list[str] = []
-    backend, heads = find_backend(recipe.backend), _Heads(plan, clock)
+    backend, heads = find_backend(recipe.backend), _HeadPlanner(plan, clock)
     with new_folder(output, replace=exists) as folder:
         for model in plan.models:
             key, place = plan.engine_keys[model.role], folder / model.role
-            found = _reuse(cache, key, model, place, clock) if cache is not None and dump_passes is None else None
+            found = (
+                _restore_cached(cache, key, model, place, clock) if cache is not None and dump_passes is None else None
+            )
             if found is not None:
                 reused.append(model.role)
             else:
                 part = plan.parts[model.role]
-                reductions = _reductions_of(model, plan, built, folder)
-                found = _build_anew(part, model, place, clock, reductions, heads, dump_passes)
+                reductions = _select_reductions(model, plan, built, folder)
+                found = _build_uncached(part, model, place, clock, reductions, heads, dump_passes)
                 # An engine that could have been checked and was not is not kept.
-                if cache is not None and (found.check is not None or backend.check_obstacle(part)):
+                if cache is not None and (found.check is not None or backend.find_unchecked_reason(part)):
                     cache.store(key, found, place)
             built[model.role] = found
         with clock.stage("bundle"):
@@ -136,17 +138,17 @@ def build_bundle(
                 built["draft"] = replace(draft, entry=replace(draft.entry, trial=FormTrial(0, (), plan.untried)))
             entries = {role: model.entry for role, model in built.items()}
             backend.check_bundle(plan.parts["target"], entries)
-            settings = {**plan.settings, **_found(plan, entries)}
+            settings = {**plan.settings, **_resolve_open_settings(plan, entries)}
             manifest = write_bundle(folder, settings=settings, build_key=plan.build_key, tools=plan.tools, models=built)
     checks = {role: model.check for role, model in built.items()}
     return BuildResult(output, manifest, False, tuple(reused), dict(clock.seconds), checks, peak_memory_bytes())
 
 
-def _found(plan: BuildPlan, entries: Mapping[str, ModelEntry]) -> dict[str, Any]:
+def _resolve_open_settings(plan: BuildPlan, entries: Mapping[str, ModelEntry]) -> dict[str, Any]:
     """What was open until all parts were built: a length that all support, and the form of a draft that was tried."""
     limits = [entry.max_positions for entry in entries.values()]
     limits += [entry.rope.max_len for entry in entries.values() if entry.rope]
-    found: dict[str, Any] = {"max_model_len": model_len(plan.parts["target"].max_model_len, limits)}
+    found: dict[str, Any] = {"max_model_len": resolve_model_len(plan.parts["target"].max_model_len, limits)}
     if plan.reductions.trial is not None:
         draft = entries["draft"]
         rows = None if draft.cut_lm_head is None else draft.cut_lm_head.num_rows
@@ -154,7 +156,7 @@ def _found(plan: BuildPlan, entries: Mapping[str, ModelEntry]) -> dict[str, Any]
     return found
 
 
-class _Heads:
+class _HeadPlanner:
     """A bundle's draft head, looked at when an engine is built that depends on it; its target is loaded once."""
 
     def __init__(self, plan: BuildPlan, clock: StageClock) -> None:
@@ -171,7 +173,9 @@ class _Heads:
         return self._plan, target
 
 
-def _reductions_of(model: ModelSource, plan: BuildPlan, built: Mapping[str, BuiltModel], folder: Path) -> Reductions:
+def _select_reductions(
+    model: ModelSource, plan: BuildPlan, built: Mapping[str, BuiltModel], folder: Path
+) -> Reductions:
     """What a model is cut down by: only a draft, whose LM head keeps what ends a text of the target."""
     if model.role != "draft":
         return WHOLE
@@ -180,10 +184,14 @@ def _reductions_of(model: ModelSource, plan: BuildPlan, built: Mapping[str, Buil
         cut = cut._replace(ends=target.eos_token_ids)
     if trial is not None:
         trial = trial._replace(target=target, folder=folder / "target")
-    return Reductions(cut, prune, trial, side_of(target, target.entry.source.name, target.entry.vocab_size))
+    return Reductions(
+        cut, prune, trial, make_vocabulary_side(target, target.entry.source.name, target.entry.vocab_size)
+    )
 
 
-def _reuse(cache: EngineCache, key: str, model: ModelSource, folder: Path, clock: StageClock) -> BuiltModel | None:
+def _restore_cached(
+    cache: EngineCache, key: str, model: ModelSource, folder: Path, clock: StageClock
+) -> BuiltModel | None:
     with clock.stage("cache", model.role, steps=0):
         built = cache.restore(key, folder)
     if built is None:
@@ -198,25 +206,25 @@ def _reuse(cache: EngineCache, key: str, model: ModelSource, folder: Path, clock
     return replace(built, entry=replace(built.entry, source=source, adapters=tuple(adapters)))
 
 
-def _build_anew(
+def _build_uncached(
     recipe: PartRecipe,
     model: ModelSource,
     folder: Path,
     clock: StageClock,
     reductions: Reductions,
-    heads: _Heads,
+    heads: _HeadPlanner,
     dump: Path | None,
 ) -> BuiltModel:
     require_export_stack(find_backend(recipe.backend))
     import torch  # noqa: F401 - what it brings is there from here on
 
-    with seldom_collected():
+    with collect_garbage_rarely():
         part = _prepare(recipe, model, folder, clock, reductions, heads)
         return build_part(part, dump / model.role if dump is not None else None)
 
 
 def _prepare(
-    recipe: PartRecipe, model: ModelSource, folder: Path, clock: StageClock, reductions: Reductions, heads: _Heads
+    recipe: PartRecipe, model: ModelSource, folder: Path, clock: StageClock, reductions: Reductions, heads: _HeadPlanner
 ) -> Part:
     plan, target = heads.plan()
     if plan is not None and model.role == "head":

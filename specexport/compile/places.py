@@ -14,7 +14,7 @@ def remember_place(source: str, sha256: str) -> None:
         write_json(folder / f"{sha256}.json", os.path.abspath(path))
 
 
-def remembered_place(sha256: str) -> str | None:
+def find_remembered_place(sha256: str) -> str | None:
     """Where a checkpoint lay when it was built from; None if that is not known. What lies there now may be another."""
     folder = cache_folder("checkpoints", writable=False)
     if folder is None or not re.fullmatch("[0-9a-f]{64}", sha256):

@@ -20,10 +20,10 @@ from specexport.compile.draft_cuts import (
 from specexport.compile.draft_trial import MIN_BYTES, DraftTrial
 from specexport.compile.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, HEAD_ROOT, hash_sources, hash_values, tool_versions
 from specexport.compile.lora import find_adapters
-from specexport.compile.model import Reductions, is_measured, require_export_stack
+from specexport.compile.model import Reductions, needs_calibration, require_export_stack
 from specexport.compile.part import ModelSource
-from specexport.compile.token_map import Side, check_shared
-from specexport.recipe import AUTO, FULL, MTP, BuildRecipe, resolve_parts, settled
+from specexport.compile.token_map import VocabularySide, check_shared
+from specexport.recipe import AUTO, FULL, MTP, BuildRecipe, resolve_parts, resolve_settings
 
 
 class EngineKey(NamedTuple):
@@ -86,7 +86,7 @@ def make_plan(recipe: BuildRecipe) -> BuildPlan:
             options={name: getattr(part, name) for name in find_backend(part.backend).key_fields},
             trust_remote_code=part.trust_remote_code,
             full_check=part.check == FULL,
-            measured_on=built_in if is_measured(part) else "",
+            measured_on=built_in if needs_calibration(part) else "",
             rope_len=part.max_model_len if model.turns_by_length else 0,
             adapters=tuple(adapter.sha256 for adapter in model.adapters),
             chooses_adapters=part.chooses_adapters and bool(model.adapters),
@@ -104,7 +104,7 @@ def make_plan(recipe: BuildRecipe) -> BuildPlan:
     if trial is not None:
         found |= {"draft_quantize": AUTO} if trial.quantizes else {}
         found |= {"draft_vocab_size": AUTO} if trial.cuts else {}
-    settings = settled(recipe, parts, **found)
+    settings = resolve_settings(recipe, parts, **found)
     decided = {
         "recipe": settings,
         "engines": keys,
@@ -144,7 +144,7 @@ def _find_models(recipe: BuildRecipe) -> list[ModelSource]:
 
 
 def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | None) -> ModelSource:
-    from specexport.checkpoint.source import hash_source, holds_quantized, resolve_source, turns_by_length
+    from specexport.checkpoint.source import hash_source, may_hold_quantized, resolve_source, turns_by_length
     from specexport.compile.places import remember_place
 
     if not Path(source).expanduser().exists():  # a hub id: fetching it needs what building needs
@@ -152,7 +152,7 @@ def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | Non
     found = resolve_source(source, revision, remote_code=recipe.trust_remote_code)
     digest = hash_source(found)
     remember_place(source, digest)
-    named = (role, source, revision, found.name, digest, holds_quantized(found))
+    named = (role, source, revision, found.name, digest, may_hold_quantized(found))
     weights = [file for file in found.files if file.suffix in (".safetensors", ".gguf")]
     others = found._replace(files=tuple(file for file in found.files if file.suffix != ".safetensors"))
     return ModelSource(
@@ -167,7 +167,7 @@ def check_tokenizer_files(plan: BuildPlan) -> None:
     """Compare vocabularies before the long work where both are plain files; they are compared again once loaded."""
     paths = [Path(model.source).expanduser() / TOKENIZER_NAME for model in plan.models]
     if "draft" in plan.parts and all(path.is_file() for path in paths):
-        check_shared(*(Side(path.parent.name, path.read_bytes()) for path in paths))
+        check_shared(*(VocabularySide(path.parent.name, path.read_bytes()) for path in paths))
 
 
 def check_draft_sizes(plan: BuildPlan) -> None:

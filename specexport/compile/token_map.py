@@ -28,7 +28,7 @@ MAX_PIECES = 16
 """A token that takes more is spelled by its last pieces: long runs of spaces, special tokens."""
 
 
-class Side(NamedTuple):
+class VocabularySide(NamedTuple):
     """What is read of one model's vocabulary."""
 
     name: str  # of the checkpoint, for messages
@@ -38,7 +38,7 @@ class Side(NamedTuple):
     chat_template: str | None = None  # names what ends a turn
 
 
-class Shared(NamedTuple):
+class SharedTokens(NamedTuple):
     """A map and what it covers."""
 
     tokens: TokenMap
@@ -53,7 +53,7 @@ class Shared(NamedTuple):
 class _Vocabulary:
     """The tokens of one side."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: VocabularySide) -> None:
         from tokenizers import Tokenizer
 
         self.tokenizer: Tokenizer = Tokenizer.from_buffer(side.tokenizer_json)
@@ -73,16 +73,16 @@ class _Vocabulary:
         added = self.tokenizer.get_added_tokens_decoder().items()
         self.special = {token: self.names[token] for token, each in added if each.special and token in self.names}
         self.lead = [token for token in self.tokenizer.encode("").ids[:1] if token in self.special]
-        self.ends = _ends(side, self.special)
+        self.ends = _find_end_tokens(side, self.special)
 
-    def ordinary(self) -> Iterator[tuple[int, bytes]]:
+    def list_text_tokens(self) -> Iterator[tuple[int, bytes]]:
         """Tokens of text with their bytes; those that are named by a byte come last, for they have twins."""
         known = [token for token in sorted(self.names) if token not in self.special and self.bytes[token]]
         for token in sorted(known, key=lambda each: BYTE_TOKEN.fullmatch(self.names[each]) is not None):
             yield token, self.bytes[token]
 
 
-def _ends(side: Side, special: Mapping[int, str]) -> tuple[int | None, int | None]:
+def _find_end_tokens(side: VocabularySide, special: Mapping[int, str]) -> tuple[int | None, int | None]:
     """The token that ends a turn, and the one that ends a text; None where there is none of its own."""
     ends = [token for token in side.eos_token_ids if token in special]
     template = side.chat_template or ""
@@ -91,26 +91,26 @@ def _ends(side: Side, special: Mapping[int, str]) -> tuple[int | None, int | Non
     return turn, next((token for token in ends if token != turn), None)
 
 
-def check_shared(target: Side, draft: Side) -> None:
+def check_shared(target: VocabularySide, draft: VocabularySide) -> None:
     """Refuse vocabularies that share too little, VocabularyMismatchError; they may be the same."""
-    if _differ(target, draft):
-        _compare(target, draft)
+    if _has_different_tokens(target, draft):
+        _map_vocabularies(target, draft)
 
 
-def find_shared(target: Side, draft: Side) -> Shared | None:
+def find_shared(target: VocabularySide, draft: VocabularySide) -> SharedTokens | None:
     """The map between two vocabularies, None if they are one; VocabularyMismatchError if too little is shared."""
-    if not _differ(target, draft):
+    if not _has_different_tokens(target, draft):
         return None
-    theirs, own, target_ids, entry = _compare(target, draft)
+    theirs, own, target_ids, entry = _map_vocabularies(target, draft)
     spelled = _spellings(theirs, own, target_ids)
     starts = np.cumsum([0, *map(len, spelled)], dtype=np.int32)
     pieces = np.array([piece for each in spelled for piece in each], np.int32)
     first = theirs.lead[0] if theirs.lead and own.lead else NOT_SHARED
     tokens = TokenMap(target_ids, starts, pieces, np.array(own.lead, np.int32), np.array(first, np.int64))
-    return Shared(tokens, entry)
+    return SharedTokens(tokens, entry)
 
 
-def _differ(target: Side, draft: Side) -> bool:
+def _has_different_tokens(target: VocabularySide, draft: VocabularySide) -> bool:
     ids = [read_vocabulary(side.tokenizer_json, where=side.name) for side in (target, draft)]
     rows = [side.vocab_size for side in (target, draft) if side.vocab_size is not None]
     try:
@@ -120,11 +120,13 @@ def _differ(target: Side, draft: Side) -> bool:
     return False
 
 
-def _compare(target: Side, draft: Side) -> tuple[_Vocabulary, _Vocabulary, Int32Array, TokenMapEntry]:
+def _map_vocabularies(
+    target: VocabularySide, draft: VocabularySide
+) -> tuple[_Vocabulary, _Vocabulary, Int32Array, TokenMapEntry]:
     """Both vocabularies, the target's token of each of the draft's, and what that covers."""
     theirs, own = _Vocabulary(target), _Vocabulary(draft)
     target_ids = np.full(own.size, NOT_SHARED, np.int32)
-    for token, wanted in _pairs(theirs, own).items():
+    for token, wanted in _pair_tokens(theirs, own).items():
         target_ids[token] = wanted
     shared = target_ids[target_ids != NOT_SHARED]
     entry = TokenMapEntry(
@@ -132,7 +134,7 @@ def _compare(target: Side, draft: Side) -> tuple[_Vocabulary, _Vocabulary, Int32
         max(len(shared), 1),
         of_draft=len(shared) / max(len(own.names), 1),
         of_target=len(shared) / max(len(theirs.names), 1),
-        of_text=_share_of_text(theirs.tokenizer, shared),
+        of_text=_measure_text_share(theirs.tokenizer, shared),
     )
     if entry.of_text < MIN_SHARE or not len(shared):
         raise VocabularyMismatchError(
@@ -151,13 +153,13 @@ def describe_share(entry: TokenMapEntry) -> str:
     )
 
 
-def _pairs(theirs: _Vocabulary, own: _Vocabulary) -> dict[int, int]:
+def _pair_tokens(theirs: _Vocabulary, own: _Vocabulary) -> dict[int, int]:
     """The target's token of each of the draft's that is shared; no two have the same."""
     by_bytes: dict[bytes, int] = {}
-    for token, data in theirs.ordinary():
+    for token, data in theirs.list_text_tokens():
         by_bytes.setdefault(data, token)
     found: dict[int, int] = {}
-    for token, data in own.ordinary():
+    for token, data in own.list_text_tokens():
         wanted = by_bytes.pop(data, None)
         if wanted is not None:
             found[token] = wanted
@@ -171,7 +173,7 @@ def _pairs(theirs: _Vocabulary, own: _Vocabulary) -> dict[int, int]:
     return found
 
 
-def _share_of_text(tokenizer: "Tokenizer", shared: Int32Array) -> float:
+def _measure_text_share(tokenizer: "Tokenizer", shared: Int32Array) -> float:
     texts = read_counting_texts(None)
     ids = [token for each in tokenizer.encode_batch(list(texts), add_special_tokens=False) for token in each.ids]
     return float(np.isin(ids, shared).mean()) if ids else 0.0
@@ -191,6 +193,6 @@ def _spellings(theirs: _Vocabulary, own: _Vocabulary, target_ids: Int32Array) ->
     return spelled
 
 
-def side_of(found: Any, name: str, vocab_size: int) -> Side:
+def make_vocabulary_side(found: Any, name: str, vocab_size: int) -> VocabularySide:
     """A side of what has a tokenizer: a loaded checkpoint, or a built model."""
-    return Side(name, found.tokenizer_json, vocab_size, found.eos_token_ids, found.chat_template)
+    return VocabularySide(name, found.tokenizer_json, vocab_size, found.eos_token_ids, found.chat_template)

@@ -71,7 +71,7 @@ def capture_step(
     needed = len(prompt) + after + lookahead + 1
     if needed > bundle.max_model_len:
         raise InvalidRequestError(
-            f"the prompt has {len(prompt)} tokens; with what is decoded behind it that is {needed}, and this bundle "
+            f"the prompt has {len(prompt)} tokens; with what is decoded after it that is {needed}, and this bundle "
             f"takes {bundle.max_model_len}.",
             "give a shorter prompt, or a smaller --after.",
         )
@@ -92,7 +92,7 @@ def _decode(executor: Executor, prompt: list[int], kind: StepKind, after: int, l
         text = _greedy(runner, prompt, after)
         tokens, past = [text.pop()], runner.kv.kv_len(0)
         for drafts in range(1, lookahead + 1 if kind == "verify" else 1):
-            tokens.append(_next(runner, tokens[-1], drafts))
+            tokens.append(_step_greedily(runner, tokens[-1], drafts))
         runner.kv.commit(0, past)  # rolls the draft back
     past = runner.kv.kv_len(0)
     drafts = len(tokens) - 1 if kind == "verify" else 0
@@ -108,12 +108,12 @@ def _greedy(runner: ModelRunner, prompt: list[int], after: int) -> list[int]:
     runner.prefill(0, prompt[:-1])
     text = list(prompt)
     for _ in range(after):
-        text.append(_next(runner, text[-1]))
+        text.append(_step_greedily(runner, text[-1]))
     return text
 
 
-def _next(runner: ModelRunner, token: int, drafts: int = 0) -> int:
-    """Commit ``token``, with which so many are to be rolled back; returns what greedy decoding puts behind it."""
+def _step_greedily(runner: ModelRunner, token: int, drafts: int = 0) -> int:
+    """Commit ``token``, with which so many are to be rolled back; returns what greedy decoding puts after it."""
     (found,) = runner.step(0, [RowWork([token], 1, drafts=drafts)], "token_ids").tolist()
     runner.kv.commit(0, runner.kv.kv_len(0) + 1)
     return int(found)

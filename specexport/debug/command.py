@@ -10,7 +10,7 @@ import click
 
 from specexport.debug.run import GRAPHS, STEPS
 from specexport.report import Column, print_json, print_report, terminal_table
-from specexport_runtime.bundle.quant_kinds import rounding_kinds
+from specexport_runtime.bundle.quant_kinds import list_rounding_kinds
 from specexport_runtime.cli.options import engine_flag
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specexport.debug.compare import Comparison, LayerRow
     from specexport.debug.run import DebugReport
 
-_LIMITS = "; ".join(f"{kind.name}: {kind.limits.tensor}" for kind in rounding_kinds())
+_LIMITS = "; ".join(f"{kind.name}: {kind.limits.tensor}" for kind in list_rounding_kinds())
 _ROLES = ("target", "draft")
 
 
@@ -46,7 +46,7 @@ def debug(
 ) -> None:
     """Compare all layers of a step of BUNDLE with a reference, and rank those that hurt most.
 
-    A decode behind PROMPT (built in, if none is given) is stopped at a step, and two graphs get its inputs: that of
+    A decode after PROMPT (built in, if none is given) is stopped at a step, and two graphs get its inputs: that of
     BUNDLE and that of --against, or, without it, another graph of BUNDLE and its engine's own.
     """
     from specexport.debug.run import DebugOptions, debug_bundle
@@ -85,7 +85,7 @@ def _print(found: "DebugReport", top: int, saved: Path | None) -> None:
     graph = "" if found.graph == "engine" else f", {found.graph} graph"
     title = (
         f"{found.bundle}: {found.role}{graph}, against {found.reference}, in a {step.kind} step of {len(step.tokens)} "
-        f"tokens behind {step.past}"
+        f"tokens after {step.past}"
     )
     lines = list(summary_lines(found.comparison, top))
     if saved is not None:

@@ -95,7 +95,9 @@ def compare_graphs(
     own = _own_tensors(other, step, pairs, right, wrong, num_threads)
     errors, own_errors = _errors(pairs, right, wrong), _errors(pairs, right, own)
     faulty = [
-        pair for pair, error in zip(pairs, own_errors, strict=True) if error > NOTICEABLE and _fits(pair.label, layers)
+        pair
+        for pair, error in zip(pairs, own_errors, strict=True)
+        if error > NOTICEABLE and _matches_any(pair.label, layers)
     ]
     effects = _effects(reference, step, faulty, right, own, num_threads, on_layer)
     rows = [
@@ -112,10 +114,10 @@ def compare_graphs(
     ]
     ranking = sorted(effects, key=lambda label: -effects[label])
     replayed = relative_error(wrong[LOGITS.name], step.logits)
-    return _compare(rows, ranking, tolerance, right, wrong, replayed)
+    return _make_comparison(rows, ranking, tolerance, right, wrong, replayed)
 
 
-def _compare(
+def _make_comparison(
     rows: Sequence[LayerRow],
     ranking: Sequence[str],
     tolerance: float,
@@ -143,7 +145,7 @@ def _errors(pairs: Sequence[TensorPair], right: Tensors, other: Tensors) -> list
 
 def _check_layers(layers: Sequence[str], pairs: Sequence[TensorPair]) -> None:
     for pattern in layers:
-        if not any(_fits(pair.label, [pattern]) for pair in pairs):
+        if not any(_matches_any(pair.label, [pattern]) for pair in pairs):
             known = [pair.label for pair in pairs if pair.reference.key[0] != "name"]
             raise InvalidRequestError(
                 f"--layer {pattern}: the two graphs have no such layer in common.",
@@ -151,7 +153,7 @@ def _check_layers(layers: Sequence[str], pairs: Sequence[TensorPair]) -> None:
             )
 
 
-def _fits(label: str, patterns: Sequence[str]) -> bool:
+def _matches_any(label: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatch(label, pattern) for pattern in patterns)
 
 
@@ -206,7 +208,7 @@ def compare_engines(
     for bundle in (other, reference):  # the engine that may not run here comes first
         executor = open_executor(bundle, role, num_threads=num_threads, spin=False)
         try:
-            found.append(_replay(executor, step, bundle.manifest.lookahead))
+            found.append(replay_step(executor, step, bundle.manifest.lookahead))
         finally:
             executor.close()
     wrong, right = found
@@ -218,16 +220,16 @@ def compare_engines(
         error, layer = relative_error(wrong[name], tensor), None if name == LOGITS.name else int(name.split(".")[1])
         op = "linear" if layer is None else "cache"
         rows.append(LayerRow(name, op, layer, error, error <= tolerance, None, None))
-    return _compare(rows, (), tolerance, right, wrong, None)
+    return _make_comparison(rows, (), tolerance, right, wrong, None)
 
 
-def _replay(executor: Any, step: CapturedStep, lookahead: int) -> Tensors:
+def replay_step(executor: Any, step: CapturedStep, lookahead: int) -> Tensors:
     """Cache entries ``layers.{i}.keys`` and ``.values`` of a step's tokens, and the logits of its last ones."""
     runner, parts = ModelRunner(executor), {"k": "keys", "v": "values"}
     runner.prefill(0, step.context)
     logits = runner.step(0, [RowWork(step.tokens, min(len(step.tokens), lookahead + 1))]).copy()
     found: Tensors = {}
-    for name, entries in executor.cache_entries(0, step.past, step.past + len(step.tokens)).items():
+    for name, entries in executor.read_cache_entries(0, step.past, step.past + len(step.tokens)).items():
         kind, _, layer = name.partition("_cache.")
         found[f"layers.{layer}.{parts[kind]}"] = entries
     return {**dict(sorted(found.items(), key=lambda item: int(item[0].split(".")[1]))), LOGITS.name: logits}

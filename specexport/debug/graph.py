@@ -25,7 +25,7 @@ class EngineGraph(NamedTuple):
 
     model: ir.Model
     folder: Path  # of its weights
-    # names of the residual stream behind the parts that had gates, by ``(layer, part)``
+    # names of the residual stream after the parts that had gates, by ``(layer, part)``
     streams: dict[tuple[int, str], str]
 
     def inputs(self) -> dict[str, int]:

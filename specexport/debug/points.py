@@ -1,7 +1,7 @@
 """Where two graphs of a model can be compared: tensors that mean the same in both.
 
 Graphs of one checkpoint differ by what passes and lowerings make of it: a product of floats may be one of integers with
-scales behind it, three linear layers may be one, attention may be another function. So a tensor is known by
+scales after it, three linear layers may be one, attention may be another function. So a tensor is known by
 
 - the table that tokens are looked up in;
 - the weight of the linear layer, or of the experts, that give it;
@@ -64,7 +64,7 @@ def match_tensors(reference: EngineGraph, other: EngineGraph, *, same_names: boo
         reference, other = reference._replace(streams=streams), other._replace(streams=streams)
     first, second = find_points(reference), find_points(other)
     if same_names:
-        first, second = _with_names(reference, other, first, second)
+        first, second = _add_named_tensors(reference, other, first, second)
     common = first.keys() & second.keys()
     # Parts of a packed layer say nothing that the whole does not.
     common = {key for key in common if first[key].whole not in common}
@@ -73,13 +73,13 @@ def match_tensors(reference: EngineGraph, other: EngineGraph, *, same_names: boo
     # Where q, k and v stay one tensor, the parts of a packed layer have no names.
     labels = {key: max(first[key].label, second[key].label, key=len) for key in common}
     once = {point.name: point for point in points}
-    return [TensorPair(point, second[point.key].name) for point in _numbered(list(once.values()), labels)]
+    return [TensorPair(point, second[point.key].name) for point in _label_points(list(once.values()), labels)]
 
 
 def find_points(source: EngineGraph) -> dict[Key, NamedTensor]:
     """Linear layers, experts, attention and the residual stream of a graph."""
     graph = source.model.graph
-    packs = _packs(graph)
+    packs = _find_joined_layers(graph)
     found = [*_embeddings(graph), *_linears(graph, packs), *_experts(graph)]
     names = values_by_name(source.model)
     for layer, node in enumerate(cache_writers(graph)):
@@ -114,18 +114,20 @@ def _linears(graph: ir.Graph, packs: dict[str, list[str]]) -> Iterator[NamedTens
         weight = node.inputs[1]
         if weight is None or weight.name not in initializers or weight.shape is None or len(weight.shape) < 2:
             continue
-        base, packed = _base(str(weight.name))
-        end, has_bias = _end(node)
+        base, packed = _parse_weight_name(str(weight.name))
+        end, has_bias = _find_linear_output(node)
         kind = "packed" if packed else "linear"
         parts = packs.get(base, ()) if packed else ()
         label = _label([base, *(packs.get(base, [base, "others"])[1:] if packed else [])])
         bias = ("bias",) if has_bias else ()
         key = (kind, base, *bias)
-        yield NamedTensor(key, label, "linear", str(end.name), _layer_of(base))
+        yield NamedTensor(key, label, "linear", str(end.name), _layer_number(base))
         for name in parts:
-            part = next((str(use.name) for use in _parts(end) if _base(str(use.name))[0] == name), None)
+            part = next(
+                (str(use.name) for use in _split_outputs(end) if _parse_weight_name(str(use.name))[0] == name), None
+            )
             if part is not None:
-                yield NamedTensor(("linear", name, *bias), name, "linear", part, _layer_of(name), key)
+                yield NamedTensor(("linear", name, *bias), name, "linear", part, _layer_number(name), key)
 
 
 def _experts(graph: ir.Graph) -> Iterator[NamedTensor]:
@@ -133,37 +135,37 @@ def _experts(graph: ir.Graph) -> Iterator[NamedTensor]:
     for node in graph:
         down = node.inputs[5] if node.op_type == BLOCK_EXPERTS else None
         if down is not None:
-            name = _base(str(down.name))[0].rpartition(".")[0]
-            yield NamedTensor(("experts", name), name, "experts", str(node.outputs[0].name), _layer_of(name))
+            name = _parse_weight_name(str(down.name))[0].rpartition(".")[0]
+            yield NamedTensor(("experts", name), name, "experts", str(node.outputs[0].name), _layer_number(name))
 
 
-def _base(weight: str) -> tuple[str, bool]:
+def _parse_weight_name(weight: str) -> tuple[str, bool]:
     """A weight's name without the forms that passes have put it in; whether it holds several layers."""
     name = _FORMS.sub("", weight.removesuffix(_PART))
     packed = name.endswith(_PACKED)
     return _STEM.sub("", _FORMS.sub("", name.removesuffix(_PACKED))), packed
 
 
-def _packs(graph: ir.Graph) -> dict[str, list[str]]:
+def _find_joined_layers(graph: ir.Graph) -> dict[str, list[str]]:
     """Layers that were joined, by the first of them."""
     found = {}
     for node in graph:
         names = [str(value.name) for value in node.outputs]
         if node.op_type == "Split" and names and all(name.endswith(_PART) for name in names):
-            parts = [_base(name)[0] for name in names]
+            parts = [_parse_weight_name(name)[0] for name in names]
             found[parts[0]] = parts
     return found
 
 
-def _parts(packed: ir.Value) -> Iterable[ir.Value]:
+def _split_outputs(packed: ir.Value) -> Iterable[ir.Value]:
     return next((use.node.outputs for use in packed.uses() if use.node.op_type == "Split"), ())
 
 
-def _end(node: ir.Node) -> tuple[ir.Value, bool]:
-    """The tensor that a linear layer gives, behind its bias, and whether a bias was added."""
+def _find_linear_output(node: ir.Node) -> tuple[ir.Value, bool]:
+    """The tensor that a linear layer gives, after its bias, and whether a bias was added."""
     value, has_bias = node.outputs[0], node.op_type in ("Gemm", "BlockLinear") and len(node.inputs) > 2
     while len(uses := list(value.uses())) == 1 and not value.is_graph_output():
-        after, other = uses[0].node, _other(uses[0].node, value)
+        after, other = uses[0].node, _find_other_input(uses[0].node, value)
         if after.op_type == "Add" and not has_bias and _is_vector(other):
             value, has_bias = after.outputs[0], True
         else:
@@ -171,7 +173,7 @@ def _end(node: ir.Node) -> tuple[ir.Value, bool]:
     return value, has_bias
 
 
-def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
+def _find_other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
     return next((item for item in node.inputs if item is not value), None)
 
 
@@ -184,16 +186,16 @@ def _label(names: list[str]) -> str:
     return "+".join([names[0], *(name.rpartition(".")[2] for name in names[1:])])
 
 
-def _layer_of(name: str) -> int | None:
+def _layer_number(name: str) -> int | None:
     match = _LAYER.search(name)
     return int(match[1]) if match else None
 
 
-def _with_names(
+def _add_named_tensors(
     reference: EngineGraph, other: EngineGraph, first: dict[Key, NamedTensor], second: dict[Key, NamedTensor]
 ) -> tuple[dict[Key, NamedTensor], dict[Key, NamedTensor]]:
     """The points of both graphs with the tensors that have one name and one operator in both."""
-    nodes = [_givers(graph.model.graph) for graph in (reference, other)]
+    nodes = [_find_float_nodes(graph.model.graph) for graph in (reference, other)]
     taken = [{point.name for point in points.values()} for points in (first, second)]
     added: dict[Key, NamedTensor] = {}
     for name, node in nodes[0].items():
@@ -204,7 +206,7 @@ def _with_names(
     return first | added, second | added
 
 
-def _givers(graph: ir.Graph) -> dict[str, ir.Node]:
+def _find_float_nodes(graph: ir.Graph) -> dict[str, ir.Node]:
     """The node of each float tensor that may be compared by its name."""
     found = {}
     for node in graph:
@@ -216,7 +218,7 @@ def _givers(graph: ir.Graph) -> dict[str, ir.Node]:
     return found
 
 
-def _numbered(points: list[NamedTensor], labels: dict[Key, str]) -> list[NamedTensor]:
+def _label_points(points: list[NamedTensor], labels: dict[Key, str]) -> list[NamedTensor]:
     """The points with their labels; one that is known by its name alone belongs to the layer of the next known one."""
     placed: list[NamedTensor] = []
     layer: Any = None

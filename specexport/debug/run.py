@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Literal, get_args
 from specexport.progress import Progress, StageClock
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
-from specexport_runtime.bundle.quant_kinds import limits_of
+from specexport_runtime.bundle.quant_kinds import get_limits
 from specexport_runtime.errors import (
     IncompatibleError,
     InvalidRequestError,
     MissingDependencyError,
     OutputExistsError,
-    not_installed,
-    pip_install,
+    describe_not_installed,
+    make_install_hint,
 )
 
 if TYPE_CHECKING:
@@ -86,17 +86,17 @@ def _require_packages(options: DebugOptions) -> None:
     needed = ("onnx", "onnx_ir", "onnxruntime", *(("polygraphy",) if options.save is not None else ()))
     if missing := [name for name in needed if find_spec(name) is None]:
         raise MissingDependencyError(
-            f"`specexport debug` needs {not_installed(missing)}.",
-            pip_install("debug", "export", "cpu"),
+            f"`specexport debug` needs {describe_not_installed(missing)}.",
+            make_install_hint("debug", "export", "cpu"),
         )
 
 
 def _tolerance(entry: ModelEntry) -> float:
-    return TOLERANCES[entry.dtype] if entry.approximation is None else limits_of(entry.approximation).tensor
+    return TOLERANCES[entry.dtype] if entry.approximation is None else get_limits(entry.approximation).tensor
 
 
 def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: Progress | None = None) -> DebugReport:
-    """Decode behind ``prompt`` up to the wanted step, and compare two graphs in it, or what two engines leave."""
+    """Decode after ``prompt`` up to the wanted step, and compare two graphs in it, or what two engines leave."""
     _require_packages(options)
     from specexport.debug.capture import capture_step
     from specexport.debug.compare import compare_engines, compare_graphs

@@ -19,7 +19,7 @@ from specexport.lowering.fuse import remove_dead_nodes
 from specexport.lowering.ort_cpu import INPUTS
 from specexport.onnx_emit import Emitter, lazy_weight
 from specexport.ops.spec import EACH
-from specexport.passes.base import constant_of
+from specexport.passes.base import find_constant
 from specexport.passes.block_format import unpack
 from specexport.passes.experts_graph import BLOCK_EXPERTS
 from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, KV_POSITIONS, OP_DOMAIN, OP_NAME, POSITIONS
@@ -71,13 +71,13 @@ def with_plain_operators(model: ir.Model, feeds: Feeds) -> ir.Model:
 
 def _linear(node: ir.Node, emit: Emitter) -> ir.Value:
     source, packed, *bias = node.inputs
-    product = emit.op("MatMul", source, _weight(packed, node, emit, turned=False))
+    product = emit.op("MatMul", source, _emit_weight(packed, node, emit, turned=False))
     return emit.op("Add", product, bias[0]) if bias and bias[0] is not None else product
 
 
 def _embedding(node: ir.Node, emit: Emitter) -> ir.Value:
     ids, packed = node.inputs
-    table = _weight(packed, node, emit, turned=True)
+    table = _emit_weight(packed, node, emit, turned=True)
     return emit.op("Gather", table, ids, axis=0, dtype=ir.DataType.FLOAT)
 
 
@@ -122,7 +122,7 @@ def _of_each(node: ir.Node, emit: Emitter, name: str, source: "ir.Value | None")
 _OF_BLOCKS = {"BlockLinear": _linear, "BlockEmbedding": _embedding, BLOCK_EXPERTS: _experts}
 
 
-def _weight(packed: "ir.Value | None", node: ir.Node, emit: Emitter, *, turned: bool) -> ir.Value:
+def _emit_weight(packed: "ir.Value | None", node: ir.Node, emit: Emitter, *, turned: bool) -> ir.Value:
     shape = node.attributes["N"].as_int(), node.attributes["K"].as_int()
     return _floats(packed, node.attributes["format"].as_string(), shape, emit, turned=turned)
 
@@ -131,7 +131,7 @@ def _floats(
     packed: "ir.Value | None", kind: str, shape: tuple[int, int], emit: Emitter, *, turned: bool, times: int = 0
 ) -> ir.Value:
     """A packed weight as float32, [N, K] if it is ``turned``, else [K, N]; of so many experts [E, K, N]."""
-    tensor, (n, k) = constant_of(packed), shape
+    tensor, (n, k) = find_constant(packed), shape
     assert tensor is not None  # noqa: S101 - engines have constant weights
 
     def make() -> npt.NDArray[np.float32]:
@@ -177,7 +177,7 @@ class _Attention:
         if self.given.get("slopes") is not None:
             slopes = emit.reshape(self._value("slopes"), [-1, 1, 1])
             scores = emit.op("Add", scores, emit.op("Mul", slopes, emit.const(distance, "float32")))
-        scores = emit.op("Add", scores, emit.const(np.where(self._seen(distance), 0, _HIDDEN), "float32"))
+        scores = emit.op("Add", scores, emit.const(np.where(self._make_mask(distance), 0, _HIDDEN), "float32"))
         if self.given.get("sinks") is not None:
             sinks = emit.reshape(self._value("sinks"), [-1, 1, 1])
             column = emit.op("Expand", sinks, emit.const([self.heads, count, 1]))
@@ -223,14 +223,14 @@ class _Attention:
         return whole if scale is None else emit.op("Mul", whole, scale)
 
     def _distances(self) -> npt.NDArray[np.int64]:
-        """[n, end]: how far behind a token an entry is."""
+        """[n, end]: how far after a token an entry is."""
         own, entries = np.arange(self.past, self.end), np.arange(self.end)
         if self.given.get("kv_positions") is not None:
             own = self.feeds[POSITIONS.name][: self.count]
             entries = self.feeds[KV_POSITIONS.name][0, 0, : self.end]
         return entries[None] - own[:, None]
 
-    def _seen(self, distance: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def _make_mask(self, distance: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         seen = np.ones(distance.shape, bool)
         if self.attrs["causal"]:
             seen &= distance <= 0

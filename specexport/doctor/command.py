@@ -15,10 +15,10 @@ from specexport.doctor.finding import Finding
 from specexport.doctor.gpu import examine_gpu, examine_tensorrt
 from specexport.doctor.versions import outside_tested_range, tested_ranges
 from specexport.report import print_json
-from specexport_runtime.errors import SpecexportError, pip_install
+from specexport_runtime.errors import SpecexportError, make_install_hint
 from specexport_runtime.executors import operators
-from specexport_runtime.executors.open import backend_of
-from specexport_runtime.executors.ort_cuda_package import CUDA, both_installed, reinstall
+from specexport_runtime.executors.open import find_engine_backend
+from specexport_runtime.executors.ort_cuda_package import CUDA, are_both_installed, make_reinstall_hint
 from specexport_runtime.machine import available_cores, memory_bytes, processor_fields
 
 _CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
@@ -29,7 +29,7 @@ _MIN_MEMORY = 2 * 10**9
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(*, as_json: bool) -> None:
     """Show what this machine can run, and what to install for the rest. Exits 1 only if no bundle can run."""
-    findings = list(examine())
+    findings = list(run_checks())
     can = capabilities(findings)
     if as_json:
         print_json({"can": can, "findings": [finding._asdict() for finding in findings]})
@@ -43,7 +43,7 @@ def doctor(*, as_json: bool) -> None:
         click.get_current_context().exit(1)
 
 
-def examine() -> Iterator[Finding]:
+def run_checks() -> Iterator[Finding]:
     """Look at everything, cheapest first."""
     checks = (_python, _cores, _memory, _cpu_features, _operators, _onnxruntime, _export_stack)
     for check in checks:
@@ -67,7 +67,7 @@ def capabilities(findings: list[Finding]) -> dict[str, bool]:
     can = {}
     for name, backend in BACKENDS.items():
         can[f"build bundles for {name}"] = stack and present(backend.modules) and (has_gpu or not backend.needs_gpu)
-        runs = backend_of(name)
+        runs = find_engine_backend(name)
         can[f"run {name} bundles"] = (
             runs is not None
             and present(runs.modules)
@@ -134,18 +134,18 @@ def _operators() -> Finding:
 def _onnxruntime() -> Finding:
     wanted = "cuda" if shutil.which("nvidia-smi") else "cpu"
     if importlib.util.find_spec("onnxruntime") is None:
-        return Finding("onnxruntime", "missing", "not installed", pip_install(wanted))
+        return Finding("onnxruntime", "missing", "not installed", make_install_hint(wanted))
     try:
         import onnxruntime
 
         providers = ", ".join(onnxruntime.get_available_providers())
     except Exception as error:  # a broken native library raises anything
-        return Finding("onnxruntime", "missing", f"cannot be imported ({error})", reinstall(wanted))
+        return Finding("onnxruntime", "missing", f"cannot be imported ({error})", make_reinstall_hint(wanted))
     for_gpus = CUDA in providers
     text = f"{onnxruntime.__version__} with {providers}"
-    if both_installed():
+    if are_both_installed():
         text += "; onnxruntime and onnxruntime-gpu are both installed, and have overwritten each other's files"
-        return Finding("onnxruntime", "note", text, reinstall(wanted))
+        return Finding("onnxruntime", "note", text, make_reinstall_hint(wanted))
     name, extra = ("onnxruntime-gpu[cuda,cudnn]", "cuda") if for_gpus else ("onnxruntime", "cpu")
     outside = outside_tested_range(name, onnxruntime.__version__, extra=extra)
     return Finding("onnxruntime", "note" if outside else "ok", text, outside)
@@ -165,7 +165,7 @@ def _export_stack() -> Finding:
             outside.append(problem)
     if missing or not names:
         text = f"without {', '.join(missing)}" if missing else "unknown"
-        return Finding("export stack", "missing", text, pip_install("export"))
+        return Finding("export stack", "missing", text, make_install_hint("export"))
     return Finding("export stack", "ok", ", ".join(found), " ".join(outside))
 
 

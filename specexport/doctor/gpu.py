@@ -9,10 +9,10 @@ from typing import NamedTuple
 from specexport.doctor.finding import Finding
 from specexport.doctor.versions import outside_tested_range
 from specexport.host import query_gpus
-from specexport_runtime.errors import SpecexportError, pip_install
+from specexport_runtime.errors import SpecexportError, make_install_hint
 from specexport_runtime.executors.gpu import OLDEST_DRIVER
-from specexport_runtime.executors.ort_cuda_package import CUDA, lacks_code, reinstall, run_step
-from specexport_runtime.executors.ort_cuda_session import import_onnxruntime, reason_of
+from specexport_runtime.executors.ort_cuda_package import CUDA, explain_missing_code, make_reinstall_hint, run_step
+from specexport_runtime.executors.ort_cuda_session import import_onnxruntime, summarize_error
 from specexport_runtime.executors.trt_open import RTX_SM
 
 _NEW_DRIVER = f"install NVIDIA driver {OLDEST_DRIVER} or newer."
@@ -72,17 +72,19 @@ def _ort_cuda(card: SmiGpu) -> Finding:
     except Exception as error:  # a broken native library raises anything
         absent = isinstance(error, ModuleNotFoundError)
         found = "onnxruntime-gpu is not installed" if absent else f"onnxruntime cannot be imported ({error})"
-        return Finding("ort-cuda", "missing", found, pip_install("cuda") if absent else reinstall())
+        return Finding("ort-cuda", "missing", found, make_install_hint("cuda") if absent else make_reinstall_hint())
     if not has_provider:
-        return Finding("ort-cuda", "missing", "onnxruntime is the package for CPUs", reinstall())
-    if reason := lacks_code(ort.__version__, card.sm):
+        return Finding("ort-cuda", "missing", "onnxruntime is the package for CPUs", make_reinstall_hint())
+    if reason := explain_missing_code(ort.__version__, card.sm):
         return Finding("ort-cuda", "missing", reason, _OTHER_WAY.format("tensorrt"))
     try:
         run_step(import_onnxruntime(0), 0)
     except SpecexportError as error:
         return Finding("ort-cuda", "missing", error.message, error.hint or "")
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
-        return Finding("ort-cuda", "missing", f"a step fails on the GPU: {reason_of(error)}", reinstall())
+        return Finding(
+            "ort-cuda", "missing", f"a step fails on the GPU: {summarize_error(error)}", make_reinstall_hint()
+        )
     return Finding("ort-cuda", "ok", f"onnxruntime-gpu {ort.__version__} ran a step on {card.name}")
 
 
@@ -98,7 +100,9 @@ def examine_tensorrt() -> Finding:
             return Finding("tensorrt", "note", f"{name} {installed}", outside)
         found.append(f"{name} {installed}")
     if not found:
-        return Finding("tensorrt", "note", "not installed", f"{pip_install('tensorrt-rtx')} It builds on any machine.")
+        return Finding(
+            "tensorrt", "note", "not installed", f"{make_install_hint('tensorrt-rtx')} It builds on any machine."
+        )
     if importlib.util.find_spec("cuda") is None:
         return Finding("tensorrt", "note", ", ".join(found), "pip install 'cuda-python>=13.0,<14' to run engines.")
     return Finding("tensorrt", "ok", ", ".join(found))

@@ -8,14 +8,14 @@ import click
 
 from specexport_runtime.cli.grouped import GroupedCommand
 from specexport_runtime.cli.options import (
-    check_of_use,
+    check_suffix_options,
     drafting_options,
     engine_flag,
+    pop_drafting_options,
+    pop_engine_options,
     reference_option,
     sampling_options,
     sampling_params,
-    take_drafting,
-    take_engine_options,
 )
 
 if TYPE_CHECKING:
@@ -62,10 +62,10 @@ def explain(
     from specexport_runtime.cli.prompts import read_prompts, read_text
     from specexport_runtime.engine import SpecEngine
 
-    engine_options = take_engine_options(options)
-    asked = take_drafting(options)
+    engine_options = pop_engine_options(options)
+    asked = pop_drafting_options(options)
     params = sampling_params(options)
-    check_of_use(engine_options, asked, params)
+    check_suffix_options(engine_options, asked, params)
     drafting: dict[str, Any] = {**asked}
     (item,) = read_prompts(prompt, prompt_file, None)
     if reference is not None:
@@ -144,7 +144,9 @@ def _print(
         }
         print_json(record)
         return
-    pieces = Pieces(lambda ids: engine.tokenizer.decode(list(ids), skip_special_tokens=False), _before(result))
+    pieces = Pieces(
+        lambda ids: engine.tokenizer.decode(list(ids), skip_special_tokens=False), _find_token_before(result)
+    )
     lines = summary_lines(summary, result.stats.layer_choice) if whole else short_lines(summary)
     lines += describe_unused(result.stats.to_json())
     if engine.token_map is not None:
@@ -156,6 +158,6 @@ def _print(
     print_report(table, lines, before=before, colour=colour, width=None if whole else NARROW)
 
 
-def _before(result: "GenerationResult") -> int:
-    """The last token of the round that read the prompt: the table begins behind it."""
+def _find_token_before(result: "GenerationResult") -> int:
+    """The last token of the round that read the prompt: the table begins after it."""
     return result.trace[0].emitted[-1] if result.trace else result.token_ids[0]

@@ -44,7 +44,7 @@ class Pieces:
         """Text of each token, for tokens that follow what was passed to :meth:`advance`."""
         texts, before = [], self._before
         for token in tokens:
-            # Many decoders drop a space at the beginning, so a token is decoded behind another.
+            # Many decoders drop a space at the beginning, so a token is decoded after another.
             texts.append(self._decode([before, token])[len(self._decode([before])) :].translate(_VISIBLE))
             before = token
         return texts
@@ -58,7 +58,7 @@ def make_table(trace: Sequence[RoundTrace], pieces: Pieces, *, whole: bool = Fal
     """One row a round; what was weighed only if ``whole``, else it fits ``NARROW`` columns.
 
     Draft tokens: accepted ones in green, a bar, rejected ones in red, ``→`` the target's own.
-    Where branches were tested, ``┬`` and the accepted tokens of one stand behind the rejected ones that it replaces.
+    Where branches were tested, ``┬`` and the accepted tokens of one stand after the rejected ones that it replaces.
     """
     promises, beside = whole and any(r.promised for r in trace), any(r.branches for r in trace)
     columns: list[Column[tuple[int, RoundTrace]]] = [
@@ -103,7 +103,7 @@ def show_draft(r: RoundTrace, pieces: Pieces) -> "Text":
         text.append("".join(emitted[on_chain : r.accepted]), style="green")
     if len(emitted) > r.accepted:
         text.append(" → ", style="dim")
-        text.append("".join(emitted[r.accepted :]), style="cyan" if r.passed_whole else "")
+        text.append("".join(emitted[r.accepted :]), style="cyan" if r.is_fully_accepted else "")
     return text
 
 
@@ -130,7 +130,7 @@ def end_line(finish_reason: str, tokens: int, most: int) -> list[str]:
 
 
 def short_lines(summary: Summary) -> list[str]:
-    """The trace in a few sentences, behind the verdict."""
+    """The trace in a few sentences, after the verdict."""
     ways = [_way_line(way) for way in summary.ways] if len(summary.ways) > 1 else []
     return [_count_line(summary), *ways]
 
@@ -140,8 +140,8 @@ def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list
     lines = [
         _count_line(summary),
         _time_line(summary),
-        "K was chosen as: " + _counted(summary.reasons, _REASONS) + ".",
-        "Drafts ended because: " + _counted(summary.ends, _ENDS) + ".",
+        "K was chosen as: " + _format_counts(summary.reasons, _REASONS) + ".",
+        "Drafts ended because: " + _format_counts(summary.ends, _ENDS) + ".",
     ]
     if layers is not None:
         removed = (layers.removed_attention, layers.removed_recurrences, layers.removed_mlp)
@@ -194,5 +194,5 @@ def _time_line(summary: Summary) -> str:
     return f"{line}, plain decoding {summary.plain_milliseconds:.1f} ms: {what} ({ratio:.2f}×)."
 
 
-def _counted(counts: dict[str, int], words: dict[str, str]) -> str:
+def _format_counts(counts: dict[str, int], words: dict[str, str]) -> str:
     return ", ".join(f"{words.get(name, name)} ({count})" for name, count in counts.items()) or "nothing"

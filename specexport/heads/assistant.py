@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import CONFIG_NAME, OTHER_TARGET, HeadFiles, check_target, read_size
 from specexport.heads.kind import Caches, HeadKind
-from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection, modules_of
+from specexport.heads.loaded import LoadedHead, TargetTables, convert_module_errors, fill_module, load_projection
 from specexport.heads.modules import HeadModule
 from specexport.heads.reference import CHECK_CAPACITY, CheckedRow, HeadReference, LentRows
 from specexport.heads.trace import trace_head_step
@@ -200,14 +200,14 @@ def _read_caches(model: Any, ids: Tensor, config: HeadConfig) -> tuple[Tensor, C
     """See ``HeadKind.read_target``."""
     from transformers import DynamicCache
 
-    kept = DynamicCache()  # without a configuration it keeps what lies behind a window
+    kept = DynamicCache()  # without a configuration it keeps what lies after a window
     logits = model(input_ids=ids, past_key_values=kept, use_cache=True).logits[0]
     layers = [kept.layers[layer] for layer in config.target_layers]
     return logits, [(layer.keys, layer.values) for layer in layers]
 
 
 def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
-    with modules_of(files):
+    with convert_module_errors(files):
         with torch.device("meta"):
             head = AssistantHead(config, files.name)
         rotary = head.body.rotary_emb

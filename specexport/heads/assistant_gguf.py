@@ -7,7 +7,7 @@ import torch
 
 from specexport.checkpoint.gguf_layouts import GEMMA_NAMES, name_within
 from specexport.checkpoint.gguf_reader import architecture, open_reader
-from specexport.checkpoint.gguf_settings import GgufMetadata, gemma
+from specexport.checkpoint.gguf_settings import GgufMetadata, read_gemma_settings
 from specexport.checkpoint.source import Source
 from specexport.heads.files import HeadFiles
 from specexport_runtime.errors import CheckpointError
@@ -45,7 +45,7 @@ def open_gguf_assistant(source: Source) -> HeadFiles:
     reader = open_reader(source)
     metadata = GgufMetadata(reader)
     try:
-        text = gemma(metadata) | {"num_hidden_layers": metadata("block_count")}
+        text = read_gemma_settings(metadata) | {"num_hidden_layers": metadata("block_count")}
     except (TypeError, ValueError, IndexError) as error:  # values of other types than they should have
         raise CheckpointError(
             f"{source.name}: its settings cannot be read ({type(error).__name__}: {error}).",

@@ -23,7 +23,7 @@ class HeadConfig:
     # transformers' configuration of its decoder layers, with ``model_type``
     layer_config: Mapping[str, Any] = field(hash=False)
     # hidden states of the target that it reads: ``i`` is what decoder layer ``i`` reads, the number of layers what the
-    # last one gives; ``abi.AFTER_NORM`` is the state behind the last norm
+    # last one gives; ``abi.AFTER_NORM`` is the state after the last norm
     taps: tuple[int, ...]
     target_hidden_size: int  # width of these hidden states
     vocab_size: int  # V of the target

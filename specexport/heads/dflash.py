@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import HeadFiles, is_named
 from specexport.heads.kind import Caches, HeadKind, Reading, reversed_taps, shifted_taps
-from specexport.heads.layered import body_of, check_taps, load_layered, plain_layers, read_layered, said_of_layers
+from specexport.heads.layered import (
+    check_taps,
+    find_body_type,
+    load_layered,
+    read_layer_config,
+    read_layer_settings,
+    read_layered,
+)
 from specexport.heads.loaded import LoadedHead, TargetTables, refuse_variant
 from specexport.heads.modules import DraftHead, FeatureProjection, RunModule, norm_class
 from specexport.heads.reference import CheckedRow, HeadReference
@@ -74,7 +81,7 @@ class ContextProjection(FeatureProjection):
 
 
 class BlockHead(DraftHead):
-    """A head that reads context entries, which have a feature and no token, and a block of tokens behind them."""
+    """A head that reads context entries, which have a feature and no token, and a block of tokens after them."""
 
     def __init__(self, config: HeadConfig, causal: Sequence[bool]) -> None:  # layers that hide what follows a token
         super().__init__(config)
@@ -83,13 +90,13 @@ class BlockHead(DraftHead):
         for layer, hides in zip(self.body.layers, causal, strict=True):
             layer.self_attn.is_causal = hides
             whole = layer.self_attn.o_proj
-            layer.self_attn.o_proj = _OfBlock(whole.in_features, whole.out_features, whole.bias is not None)
+            layer.self_attn.o_proj = _BlockLinear(whole.in_features, whole.out_features, whole.bias is not None)
 
     def states(self, input_ids: Tensor, features: Tensor, run: RunModule) -> Tensor:
-        """The hidden state behind the last layer [1, T, H]; that of a context entry means nothing.
+        """The hidden state after the last layer [1, T, H]; that of a context entry means nothing.
 
         A context entry, ``abi.CONTEXT_ID`` in the token ids [T], gives keys and values of its feature in every layer,
-        and has no hidden state: what comes behind attention is computed for the block alone. The block's ``features``
+        and has no hidden state: what comes after attention is computed for the block alone. The block's ``features``
         [1, T, E] are not read.
         """
         is_token = input_ids >= 0
@@ -99,7 +106,7 @@ class BlockHead(DraftHead):
         if not self.every_row:
             block = is_token.nonzero().flatten()
             counted = is_token.to(torch.int64).cumsum(0)
-            places = torch.where(is_token, counted - 1, counted[-1])  # behind the block is a row of zeros
+            places = torch.where(is_token, counted - 1, counted[-1])  # after the block is a row of zeros
             state = state.index_select(1, block)
         for layer in self.body.layers:
             given = layer.input_layernorm(state)
@@ -116,7 +123,7 @@ class BlockHead(DraftHead):
         """A step begins: which of its entries [T] are of blocks. In front of each block is an entry that is not."""
 
     def mixer(self, layer: Any, part: str, given: Tensor) -> Callable[[int, Tensor], Tensor]:  # noqa: ARG002
-        """What mixes a block's rows [1, n, H], before (0) and behind (1) a part of a layer that reads ``given``."""
+        """What mixes a block's rows [1, n, H], before (0) and after (1) a part of a layer that reads ``given``."""
         return lambda _, rows: rows
 
 
@@ -127,8 +134,8 @@ class PlainBlockHead(BlockHead):
         super().__init__(config, config.shape)
 
 
-class _OfBlock(nn.Linear):  # type: ignore[misc]  # torch is not followed
-    """The linear layer behind attention, for the block's rows alone."""
+class _BlockLinear(nn.Linear):  # type: ignore[misc]  # torch is not followed
+    """The linear layer after attention, for the block's rows alone."""
 
     rows: Tensor | None = None  # which of the step's rows these are, int64 [n]; None for all
 
@@ -201,19 +208,19 @@ def read_block(
     ``plain`` has keys of what it does not compute, and the values that ask for none of it; ``block_size`` is that of
     files that have none. Raises as ``HeadKind.read``.
     """
-    layer, layers = said_of_layers(files), plain_layers(files)
-    layers |= _windows(files, layer) | {"model_type": body_of(files)}
+    layer, layers = read_layer_settings(files), read_layer_config(files)
+    layers |= _windows(files, layer) | {"model_type": find_body_type(files)}
     key, ids, shift = _layer_ids(files)
     taps = check_taps(files, target.num_layers, ids, key=key, shift=shift)
     config = read_layered(files, target, kind, layers, taps, "z-lab", projects=True)
     for name, values in plain.items():
-        value = value_of(files, name, layer.get(name))
+        value = read_value(files, name, layer.get(name))
         if value not in values:
             raise UnsupportedModelError(
                 f"{files.name} sets {name} to {value!r}, a variant of DFlash{_named(name)} that cannot be imported.",
                 PLAIN_HEAD,
             )
-    size, mask = _block(files, target.vocab_size, block_size)
+    size, mask = _read_block_size(files, target.vocab_size, block_size)
     causal = _causal_layers(files, layer, layers["num_hidden_layers"])
     return replace(config, block_size=size, mask_token_id=mask), causal
 
@@ -233,14 +240,14 @@ def _named(key: str) -> str:
     return f" ({_NAMES[key]})" if key in _NAMES else ""
 
 
-def _block(files: HeadFiles, vocab_size: int, default: int) -> tuple[int, int]:
+def _read_block_size(files: HeadFiles, vocab_size: int, default: int) -> tuple[int, int]:
     """Block size and mask token; CheckpointError if a value is out of range or missing."""
-    size = value_of(files, "block_size", default)
+    size = read_value(files, "block_size", default)
     if type(size) is not int or size < 2:
         raise CheckpointError(
             f"{files.name}: block_size is {size!r}; a block has 2 tokens or more, the newest and one to guess.", _AGAIN
         )
-    mask = value_of(files, "mask_token_id", value_of(files, "noise_token_id"))
+    mask = read_value(files, "mask_token_id", read_value(files, "noise_token_id"))
     if type(mask) is not int or not 0 <= mask < vocab_size:
         raise CheckpointError(
             f"{files.name}: mask_token_id is {mask!r}, no token of {vocab_size}; a DFlash head reads it in the place "
@@ -253,7 +260,7 @@ def _block(files: HeadFiles, vocab_size: int, default: int) -> tuple[int, int]:
 def _layer_ids(files: HeadFiles) -> tuple[str, Any, int]:
     """Which layers of the target feed it: the key that says so, its value, and what to add for hidden states."""
     for key, shift in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
-        ids = value_of(files, key)
+        ids = read_value(files, key)
         if ids is not None:
             return key, ids, shift
     raise CheckpointError(f"{files.name}: target_layer_ids, the target's layers that it reads, are not given.", _AGAIN)
@@ -264,7 +271,7 @@ def _causal_layers(files: HeadFiles, layer: Mapping[str, Any], count: int) -> tu
     types = layer.get("layer_types") or ["full_attention"] * count
     if not isinstance(types, list) or len(types) != count:
         raise CheckpointError(f"{files.name}: layer_types is {types!r}, and there are {count} layers.", _AGAIN)
-    told = [value_of(files, key) for key in ("causal", "is_causal")]
+    told = [read_value(files, key) for key in ("causal", "is_causal")]
     for value in told:
         if value is not None:
             return (bool(value),) * count
@@ -272,7 +279,7 @@ def _causal_layers(files: HeadFiles, layer: Mapping[str, Any], count: int) -> tu
     return tuple(kind == _SLIDING and not non_causal for kind in types)
 
 
-def value_of(files: HeadFiles, key: str, default: Any = None) -> Any:
+def read_value(files: HeadFiles, key: str, default: Any = None) -> Any:
     """A value of a section of the kind's own, or else of the top level."""
     inner = [files.values.get(section) for section in _SECTIONS]
     for values in (*(each for each in inner if isinstance(each, dict)), files.values):
@@ -326,13 +333,13 @@ def block_reference(loaded: LoadedHead) -> HeadReference:
 
 
 def first_guesses(head: DraftHead, tokens: Tensor, features: Tensor, *, step: int, rows: int) -> Tensor:
-    """Logits [A, N] behind each ``step``-th token of a text [T], from the second on, of blocks of ``rows``."""
-    states, _ = guessing_blocks(head, tokens, features, step=step, rows=rows)
+    """Logits [A, N] after each ``step``-th token of a text [T], from the second on, of blocks of ``rows``."""
+    states, _ = compute_guess_blocks(head, tokens, features, step=step, rows=rows)
     logits: Tensor = head.read(states[:, 1])[0]
     return logits
 
 
-def guessing_blocks(
+def compute_guess_blocks(
     head: DraftHead, tokens: Tensor, features: Tensor, *, step: int, rows: int
 ) -> tuple[Tensor, Tensor]:
     """Hidden states [A, R, H] of blocks as a draft has them, and the place of each block's first token in the text."""

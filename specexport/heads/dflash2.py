@@ -1,7 +1,7 @@
 """DFlash 2 in torch: blocks whose rows are mixed with those before them, and a selector over each place's best tokens.
 
 Around attention and MLP of every layer, short convolutions along the block read a row and the ones before it, with
-weights that depend on what the part reads. Behind the last layer, the likeliest tokens of each place get a score that
+weights that depend on what the part reads. After the last layer, the likeliest tokens of each place get a score that
 depends on the token in front of it: a product of three small tables (``specexport_runtime.drafters.selector``).
 """
 
@@ -19,10 +19,10 @@ from specexport.heads.dflash import (
     GUESS_STEP,
     BlockHead,
     block_kind,
-    guessing_blocks,
+    compute_guess_blocks,
     load_block,
     read_block,
-    value_of,
+    read_value,
 )
 from specexport.heads.files import HeadFiles, is_named, read_size
 from specexport.heads.kind import Caches
@@ -42,7 +42,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 class Dflash2Shape(NamedTuple):
     """What only these heads have."""
 
-    causal: tuple[bool, ...]  # layers whose tokens see none behind them
+    causal: tuple[bool, ...]  # layers whose tokens see none after them
     taps: int  # rows that a convolution reads, the own one among them
     group: int  # neighbouring values of a row that have the same dynamic weight
     rank: int  # r of the selector's tables
@@ -141,7 +141,7 @@ class MixingHead(BlockHead):
         return mix
 
     def select(self, state: Tensor, before: Tensor, ids: Tensor | None) -> Tensor:
-        """Scores [A, N] behind tokens ``before`` [A], -inf for all but the best; ``ids`` [N] are those of the rows."""
+        """Scores [A, N] after tokens ``before`` [A], -inf for all but the best; ``ids`` [N] are those of the rows."""
         (logits, normed), own = self.read(state), self.candidate_selector
         values, rows = logits.topk(min(self.head_config.shape.most, logits.shape[-1]), dim=-1)
         pair = own.predecessor_codebook[before] * own.hidden_projection(normed)
@@ -159,10 +159,10 @@ def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
     config, causal = read_block(files, target, "dflash2", _PLAIN, block_size=8)
 
     def size(key: str, default: int) -> int:
-        return read_size(files, {key: value_of(files, key)}, key, default)
+        return read_size(files, {key: read_value(files, key)}, key, default)
 
     def factor(key: str, default: float) -> float:
-        value = value_of(files, key, default)
+        value = read_value(files, key, default)
         if type(value) not in (int, float):
             raise CheckpointError(f"{files.name}: {key} is {value!r}, no number.", "fetch the head again.")
         return float(value)
@@ -205,7 +205,7 @@ def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, _: Caches) ->
     """Each second place takes a block of its own; the second guess reads the text's own token."""
     head, rows = loaded.head, min(loaded.config.block_size or GUESS_ROWS, GUESS_ROWS)
     ids = None if loaded.ids is None else torch.from_numpy(loaded.ids).long()
-    states, starts = guessing_blocks(head, tokens, features, step=GUESS_STEP, rows=rows)
+    states, starts = compute_guess_blocks(head, tokens, features, step=GUESS_STEP, rows=rows)
     for place in range(1, min(rows, 3)):
         behind = starts[starts + place - 1 < len(tokens)] + place - 1
         found = head.select(states[: len(behind), place], tokens[behind], ids)

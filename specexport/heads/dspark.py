@@ -19,14 +19,14 @@ from specexport.heads.dflash import (
     GUESS_STEP,
     BlockHead,
     block_kind,
-    guessing_blocks,
+    compute_guess_blocks,
     load_block,
     read_block,
+    read_value,
     tap_readings,
-    value_of,
 )
 from specexport.heads.files import HeadFiles, is_named, read_size
-from specexport.heads.kind import Caches, Reading, other_flag
+from specexport.heads.kind import Caches, Reading, flipped_flag_reading
 from specexport.heads.loaded import HeadCorrection, LoadedHead, TargetTables, kept_ids
 from specexport_runtime.errors import UnsupportedModelError
 
@@ -41,7 +41,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 class DsparkShape(NamedTuple):
     """What only these heads have."""
 
-    causal: tuple[bool, ...]  # layers whose tokens see none behind them
+    causal: tuple[bool, ...]  # layers whose tokens see none after them
     rank: int  # r of the Markov head
     type: str  # how it makes of a token what it adds, see ``_TYPES``
     # of a head that estimates confidence: what it reads beside the hidden state, "" or "markov"; None for others
@@ -63,7 +63,7 @@ class MarkovHead(nn.Module):  # type: ignore[misc]  # torch is not followed
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def forward(self, before: Tensor, normed: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """What is added [A, N] behind the tokens ``before`` [A], and what is remembered; both states are [A, ·]."""
+        """What is added [A, N] after the tokens ``before`` [A], and what is remembered; both states are [A, ·]."""
         own = self.markov_w1(before)
         if self.type == "gated":
             own = torch.sigmoid(self.gate_proj(torch.cat([normed, own], -1))) * own
@@ -114,19 +114,19 @@ def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
             f"{files.name} is a DSpark head with layers of Gemma 4, which cannot be imported.", dflash.PLAIN_HEAD
         )
     config, causal = read_block(files, target, "dspark", _PLAIN, block_size=7)
-    kind = value_of(files, "markov_head_type", "vanilla")
+    kind = read_value(files, "markov_head_type", "vanilla")
     if kind not in _TYPES:
         raise UnsupportedModelError(
             f"{files.name}: markov_head_type is {kind!r}, and only {', '.join(_TYPES)} can be imported.",
             dflash.PLAIN_HEAD,
         )
     confidence = None
-    if value_of(files, "enable_confidence_head", "confidence_head.proj.weight" in files.shapes):
-        confidence = "markov" if value_of(files, "confidence_head_with_markov", _reads_markov(files, config)) else ""
-    rank = read_size(files, {"markov_rank": value_of(files, "markov_rank")}, "markov_rank", 256)
+    if read_value(files, "enable_confidence_head", "confidence_head.proj.weight" in files.shapes):
+        confidence = "markov" if read_value(files, "confidence_head_with_markov", _reads_markov(files, config)) else ""
+    rank = read_size(files, {"markov_rank": read_value(files, "markov_rank")}, "markov_rank", 256)
     shape = DsparkShape(causal, rank, kind, confidence, "confidence_head.proj.bias" in files.shapes)
     # Speculators' files say so where the first place guesses, those of the head's authors where it does not.
-    anchor = bool(value_of(files, "sample_from_anchor", not is_named(files)))
+    anchor = bool(read_value(files, "sample_from_anchor", not is_named(files)))
     return replace(config, shape=shape, norm_output=True, from_anchor=anchor)
 
 
@@ -158,7 +158,7 @@ def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: tor
 def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, _: Caches) -> Iterator[tuple[Tensor, slice]]:
     """Each second place takes a block of its own; the second guess reads the text's own token."""
     head, rows = loaded.head, min(loaded.config.block_size or GUESS_ROWS, GUESS_ROWS)
-    states, starts = guessing_blocks(head, tokens, features, step=GUESS_STEP, rows=rows)
+    states, starts = compute_guess_blocks(head, tokens, features, step=GUESS_STEP, rows=rows)
     memory = torch.zeros(len(starts), head.head_config.shape.rank)
     first = 0 if head.head_config.from_anchor else 1
     for number, place in enumerate(range(first, min(rows, first + 2))):
@@ -169,7 +169,7 @@ def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, _: Caches) ->
 
 
 def _readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
-    return [*tap_readings(config, num_layers), other_flag(config, "from_anchor")]
+    return [*tap_readings(config, num_layers), flipped_flag_reading(config, "from_anchor")]
 
 
 KIND = block_kind(

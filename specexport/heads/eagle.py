@@ -13,8 +13,15 @@ from torch import Tensor, nn
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import OTHER_TARGET, HeadFiles, is_named
-from specexport.heads.kind import BEFORE_NORM, Reading, other_flag, reversed_taps, shifted_taps, swapped
-from specexport.heads.layered import check_taps, layered_kind, load_layered, plain_layers, read_layered
+from specexport.heads.kind import (
+    BEFORE_NORM,
+    Reading,
+    flipped_flag_reading,
+    reversed_taps,
+    shifted_taps,
+    swapped_reading,
+)
+from specexport.heads.layered import check_taps, layered_kind, load_layered, read_layer_config, read_layered
 from specexport.heads.loaded import LoadedHead, TargetTables
 from specexport.heads.modules import DraftHead, RunModule, norm_class, through_layer
 from specexport_runtime.abi import AFTER_NORM
@@ -25,7 +32,7 @@ MASK = "mask_hidden"
 
 
 class EagleHead(DraftHead):
-    """EAGLE-1 and 2: a linear layer joins both, and decoder layers follow, without a norm before or behind them."""
+    """EAGLE-1 and 2: a linear layer joins both, and decoder layers follow, without a norm before or after them."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -72,11 +79,11 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def _read_eagle(files: HeadFiles, target: TargetFacts) -> HeadConfig:
-    return read_layered(files, target, "eagle", plain_layers(files), (AFTER_NORM,), _format_of(files))
+    return read_layered(files, target, "eagle", read_layer_config(files), (AFTER_NORM,), _format_of(files))
 
 
 def _read_eagle3(files: HeadFiles, target: TargetFacts) -> HeadConfig:
-    layers, taps = plain_layers(files), _taps(files, target.num_layers)
+    layers, taps = read_layer_config(files), _taps(files, target.num_layers)
     config = read_layered(files, target, "eagle3", layers, taps, _format_of(files), projects=True)
     return replace(config, mask_token_id=_mask_token(files, target.vocab_size))
 
@@ -127,14 +134,14 @@ def _load_eagle3(files: HeadFiles, config: HeadConfig, tables: TargetTables, dty
 
 
 def _readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
-    return [Reading(config), swapped(config), Reading(replace(config, taps=(num_layers,)), BEFORE_NORM)]
+    return [Reading(config), swapped_reading(config), Reading(replace(config, taps=(num_layers,)), BEFORE_NORM)]
 
 
 def _readings3(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
-    found = [Reading(config), *shifted_taps(config, num_layers), other_flag(config, "norm_before_residual")]
+    found = [Reading(config), *shifted_taps(config, num_layers), flipped_flag_reading(config, "norm_before_residual")]
     if config.mask_token_id is None:
-        found.append(other_flag(config, "norm_output"))
-    return [*found, *reversed_taps(config), swapped(config)]
+        found.append(flipped_flag_reading(config, "norm_output"))
+    return [*found, *reversed_taps(config), swapped_reading(config)]
 
 
 EAGLE3 = layered_kind(

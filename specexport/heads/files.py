@@ -10,7 +10,7 @@ from specexport.heads.config import TargetFacts
 from specexport_runtime.errors import CheckpointError
 
 MORE = "more."
-"""What names of tensors beside the layers begin with, and a number, in modules behind the first of several."""
+"""What names of tensors beside the layers begin with, and a number, in modules after the first of several."""
 CONFIG_NAME = "config.json"
 OTHER_TARGET = "give a head that was made for this target."
 _IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")

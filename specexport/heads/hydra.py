@@ -28,9 +28,16 @@ from torch.nn import functional
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import OTHER_TARGET, HeadFiles, check_target, read_size
-from specexport.heads.kind import Caches, HeadKind, other_last_states
-from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection, modules_of, refuse_variant
-from specexport.heads.modules import HeadModule, RunModule, answer_by_head, heads_asked, make_body, through_layer
+from specexport.heads.kind import Caches, HeadKind, list_state_readings
+from specexport.heads.loaded import (
+    LoadedHead,
+    TargetTables,
+    convert_module_errors,
+    fill_module,
+    load_projection,
+    refuse_variant,
+)
+from specexport.heads.modules import HeadModule, RunModule, find_row_heads, make_body, run_by_head, through_layer
 from specexport.heads.reference import CheckedRow, HeadReference
 from specexport.heads.trace import HeadStep, causal_states, trace_layers
 from specexport_runtime.abi import AFTER_NORM, CONTEXT_ID
@@ -47,14 +54,14 @@ _ARCHITECTURES = {"mlp": False, "prefix-mlp": True}
 _OTHERS = "give Hydra heads of the architecture 'mlp' or 'prefix-mlp', or another kind of head."
 
 READ = ((5, 2), (1, 3), (2, 1))
-"""New features of each row in each step of first heads in the build's proof. Behind it come steps of later ones, as in
+"""New features of each row in each step of first heads in the build's proof. After it come steps of later ones, as in
 a draft."""
 
 
 class HydraShape(NamedTuple):
     """Heads of which each reads the tokens that those before it guessed (Ankner et al. 2024)."""
 
-    num_blocks: int  # residual blocks of each head behind the one that joins what it reads
+    num_blocks: int  # residual blocks of each head after the one that joins what it reads
     one_block: bool = False  # these are one and the same, run again and again, as their writer has them
     has_prefix: bool = False  # a decoder layer reads the hidden states first (Hydra++)
 
@@ -98,7 +105,7 @@ class HydraHeads(HeadModule):
         return int(whole - self.embed_tokens.weight.numel()) // len(self.heads)
 
     def states(self, input_ids: Tensor, features: Tensor, run: RunModule) -> Tensor:  # noqa: ARG002
-        """Hidden states behind the prefix layer [1, T, H], before its norm, for features [1, T, H]."""
+        """Hidden states after the prefix layer [1, T, H], before its norm, for features [1, T, H]."""
         state = features
         for layer in () if self.body is None else self.body.layers:
             state = through_layer(layer, state, run)
@@ -116,10 +123,10 @@ def read_rows(
 ) -> tuple[Tensor, Tensor]:
     """Logits [R, N] of a packed step, and the hidden states [R, H] that it hands on.
 
-    ``state`` [T, H] is behind the prefix layer, before its norm; ``features`` [T, H] are what the step was fed. For the
-    others see :func:`heads_asked`.
+    ``state`` [T, H] is after the prefix layer, before its norm; ``features`` [T, H] are what the step was fed. For the
+    others see :func:`find_row_heads`.
     """
-    numbers = heads_asked(input_ids, logit_rows, cu_new_tokens)
+    numbers = find_row_heads(input_ids, logit_rows, cu_new_tokens)
     fresh, handed = (each.index_select(0, logit_rows) for each in (state, features))
     states = torch.where((numbers > 0)[:, None], handed, fresh)
     embedded = heads.embed_tokens(input_ids.clamp(min=0))
@@ -129,7 +136,7 @@ def read_rows(
         window = embedded.index_select(0, places.clamp(min=0).flatten()).view(-1, number + 1, embedded.shape[1])
         return heads.guess(number, states.index_select(0, mine), window)
 
-    return answer_by_head(numbers, len(heads.heads), answer), states
+    return run_by_head(numbers, len(heads.heads), answer), states
 
 
 class HydraStep(HeadStep):
@@ -143,12 +150,12 @@ class HydraStep(HeadStep):
 
 def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
     shape: HydraShape = config.shape
-    with modules_of(files, what="prefix layer", whose="the target's configuration"):
+    with convert_module_errors(files, what="prefix layer", whose="the target's configuration"):
         with torch.device("meta"):
             heads = HydraHeads(config)
         if heads.body is not None:
             heads.body.rotary_emb = make_body(config).rotary_emb  # its buffers are in no file
-    names = _names(files, heads)
+    names = _parameter_names(files, heads)
     unknown = {
         name
         for name in files.shapes.keys() - names.values()
@@ -163,7 +170,7 @@ def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: tor
     return LoadedHead(config, heads, load_projection(files, config, dtype), None)
 
 
-def _names(files: HeadFiles, heads: HydraHeads) -> dict[str, str]:
+def _parameter_names(files: HeadFiles, heads: HydraHeads) -> dict[str, str]:
     """The name in the files of each parameter."""
     shape: HydraShape = heads.head_config.shape
     names = {} if EMBEDDING not in files.shapes else {"embed_tokens.weight": EMBEDDING}
@@ -227,7 +234,7 @@ def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
     plain = {"model_type": "hydra", "hidden_size": width, "num_hidden_layers": 0}
     return HeadConfig(
         kind="hydra",
-        layer_config=_prefix_layer(files, target) if has_prefix else plain,
+        layer_config=_read_prefix_config(files, target) if has_prefix else plain,
         taps=(target.num_layers - offset if offset else AFTER_NORM,),
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
@@ -246,7 +253,7 @@ def _block_name(files: HeadFiles, head: int, block: int, part: str) -> str:
 
 
 def _first_block(files: HeadFiles, head: int, num_blocks: int) -> int:
-    """Number of the first block behind the one that joins which is stored: of one that is run again, one may be."""
+    """Number of the first block after the one that joins which is stored: of one that is run again, one may be."""
     stored = (at for at in range(1, num_blocks + 1) if _block_name(files, head, at, "linear.weight") in files.shapes)
     return next(stored, 1)
 
@@ -274,29 +281,29 @@ def _has_prefix(files: HeadFiles) -> bool:
 
 
 def _is_one_block(files: HeadFiles, num_heads: int, num_blocks: int) -> bool:
-    """Whether the blocks behind the first of each head hold the same values: their writer stores one of them again."""
+    """Whether the blocks after the first of each head hold the same values: their writer stores one of them again."""
     for head in range(num_heads):
         kept = _first_block(files, head, num_blocks)
         for part in ("linear.weight", "linear.bias"):
             own = _block_name(files, head, kept, part)
             copies = [_block_name(files, head, at, part) for at in range(1, num_blocks + 1)]
             stored = [name for name in copies if name != own and name in files.shapes]
-            if stored and (own not in files.shapes or not all(_equal(files, own, name) for name in stored)):
+            if stored and (own not in files.shapes or not all(_has_equal_tensors(files, own, name) for name in stored)):
                 return False
     return num_blocks > 1
 
 
-def _equal(files: HeadFiles, one: str, other: str) -> bool:
+def _has_equal_tensors(files: HeadFiles, one: str, other: str) -> bool:
     return files.shapes[one] == files.shapes[other] and bool((files.tensor(one) == files.tensor(other)).all())
 
 
-def _prefix_layer(files: HeadFiles, target: TargetFacts) -> dict[str, Any]:
+def _read_prefix_config(files: HeadFiles, target: TargetFacts) -> dict[str, Any]:
     """Configuration of the prefix layer: one layer of Llama's with the target's sizes. Refuses other layers."""
     layer = {} if target.text is None else target.text.to_dict()
     kind = layer.get("model_type")
     if kind != "llama":
         raise UnsupportedModelError(
-            f"{files.name} has Hydra heads behind a prefix layer, which is one of Llama's with its target's sizes, and "
+            f"{files.name} has Hydra heads after a prefix layer, which is one of Llama's with its target's sizes, and "
             f"this target's layers are of {kind}.",
             OTHER_TARGET,
         )
@@ -366,6 +373,6 @@ KIND = HeadKind(
     trace=partial(trace_layers, step=HydraStep),
     reference=_reference,
     guesses=_guesses,
-    readings=other_last_states,
+    readings=list_state_readings,
     needs=frozenset(["earlier guesses"]),
 )

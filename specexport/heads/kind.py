@@ -21,7 +21,7 @@ Caches = Sequence[tuple[Tensor, Tensor]]
 
 SWAPPED = "embedding and feature joined in the other order"
 BEFORE_NORM = "the hidden state before the last norm"
-AFTER_LAST = "the hidden state behind the last norm"
+AFTER_LAST = "the hidden state after the last norm"
 
 
 class Reading(NamedTuple):
@@ -51,7 +51,7 @@ class HeadKind:
     trace: Callable[..., TracedModel]
     # what its engine is checked against, in the published equations
     reference: Callable[[LoadedHead], HeadReference]
-    # logits [n, N] of the first guesses and of the second, and the places of the text behind which they are: of its
+    # logits [n, N] of the first guesses and of the second, and the places of the text after which they are: of its
     # tokens int64 [T], the features [T-1, E] of all but the last, and the caches that it reads
     guesses: Callable[[LoadedHead, Tensor, Tensor, Caches], Iterator[tuple[Tensor, slice]]]
     # ways to read its files, by the number of the target's layers: what they leave open, or may say wrongly; their own
@@ -68,8 +68,8 @@ class HeadKind:
     stored_name: Callable[[str], str] = str
 
 
-def other_last_states(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
-    """Of heads that read one hidden state: those beside it; behind the last comes that behind the norm."""
+def list_state_readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
+    """Of heads that read one hidden state: those beside it; after the last comes that after the norm."""
     told, tap = {num_layers: BEFORE_NORM, AFTER_NORM: AFTER_LAST}, config.taps[0]
     beside = [*([tap - 1] if tap else []), tap + 1 if tap < num_layers else AFTER_NORM]
     others = [num_layers] if tap == AFTER_NORM else beside
@@ -93,12 +93,12 @@ def reversed_taps(config: HeadConfig) -> list[Reading]:
     return [Reading(replace(config, taps=taps), f"hidden states in the order {list(taps)}")] if len(taps) > 1 else []
 
 
-def swapped(config: HeadConfig) -> Reading:
+def swapped_reading(config: HeadConfig) -> Reading:
     """Embedding and feature in the other order."""
     return Reading(replace(config, feature_first=not config.feature_first), SWAPPED)
 
 
-def other_flag(config: HeadConfig, name: str) -> Reading:
+def flipped_flag_reading(config: HeadConfig, name: str) -> Reading:
     """A switch of the configuration turned over."""
     other = not getattr(config, name)
     changes: dict[str, Any] = {name: other}

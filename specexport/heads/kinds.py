@@ -47,7 +47,7 @@ _LOSSY_METHOD = {"accept_tolerance": (None, 0, 0.0), "verifier_accept_k": (None,
 """The same of speculators, for each of its methods."""
 
 
-def kind_of(config: HeadConfig) -> HeadKind:
+def find_kind(config: HeadConfig) -> HeadKind:
     """The record of a head's kind."""
     return next(kind for kind in KINDS if kind.name == config.kind)
 
@@ -115,4 +115,4 @@ def _refuse_lossy(files: HeadFiles) -> None:
 
 def trace_head(head: Any, *, fixed_sizes: bool = False, group_experts: bool = False) -> TracedModel:
     """Trace a head (eval mode) to ONNX IR; ``fixed_sizes`` and ``groups_experts`` are the backend's."""
-    return kind_of(head.head_config).trace(head, fixed_sizes=fixed_sizes, group_experts=group_experts)
+    return find_kind(head.head_config).trace(head, fixed_sizes=fixed_sizes, group_experts=group_experts)

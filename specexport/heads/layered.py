@@ -16,11 +16,18 @@ from torch.nn import functional
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import OTHER_TARGET, HeadFiles, check_target, is_named, read_size
 from specexport.heads.kind import Caches, HeadKind
-from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, kept_ids, load_projection, modules_of
-from specexport.heads.modules import DraftHead, FeatureProjection, make_body, rotation
+from specexport.heads.loaded import (
+    LoadedHead,
+    TargetTables,
+    convert_module_errors,
+    fill_module,
+    kept_ids,
+    load_projection,
+)
+from specexport.heads.modules import DraftHead, FeatureProjection, compute_rotation, make_body
 from specexport.heads.reference import CHECK_LENS, HeadReference, causal_reference
 from specexport.heads.trace import causal_step, trace_layers
-from specexport.trace.layers import hidden_of
+from specexport.trace.layers import get_hidden_state
 from specexport_runtime.errors import CheckpointError
 
 _LAYER_KEYS = (
@@ -31,7 +38,7 @@ _LAYER_KEYS = (
 _BODIES = ("llama", "qwen2", "qwen3", "mistral")
 
 
-def said_of_layers(files: HeadFiles) -> dict[str, Any]:
+def read_layer_settings(files: HeadFiles) -> dict[str, Any]:
     """What a configuration says of the head's layers; CheckpointError if that is no JSON object."""
     layer = files.values.get("transformer_layer_config", files.values)
     if not isinstance(layer, Mapping):
@@ -39,19 +46,19 @@ def said_of_layers(files: HeadFiles) -> dict[str, Any]:
     return dict(layer)
 
 
-def plain_layers(files: HeadFiles) -> dict[str, Any]:
+def read_layer_config(files: HeadFiles) -> dict[str, Any]:
     """Configuration of layers that are not made like the target's."""
-    layer = said_of_layers(files)
+    layer = read_layer_settings(files)
     config = {key: layer[key] for key in _LAYER_KEYS if layer.get(key) is not None}
     if config.get("model_type") not in _BODIES:
-        config["model_type"] = body_of(files)
+        config["model_type"] = find_body_type(files)
     width, heads = (read_size(files, layer, key) for key in ("hidden_size", "num_attention_heads"))
     config["num_hidden_layers"] = read_size(files, layer, "num_hidden_layers", 1)
     config["head_dim"] = read_size(files, layer, "head_dim", max(1, width // heads))
     return config
 
 
-def body_of(files: HeadFiles) -> str:
+def find_body_type(files: HeadFiles) -> str:
     """Heads for any target have layers as Llama has them; a few say the target's model type all the same."""
     return "qwen3" if any("q_norm" in name for name in files.shapes) else "llama"
 
@@ -67,7 +74,7 @@ def read_layered(
     projects: bool = False,  # what it reads goes through a linear layer, and has any width
 ) -> HeadConfig:
     """What a head computes; CheckpointError if it was made for another target, or a size is none."""
-    layer, values = said_of_layers(files), files.values
+    layer, values = read_layer_settings(files), files.values
     width = read_size(files, layer, "hidden_size")
     read_size(files, layer, "num_attention_heads")
     vocab = read_size(files, layer, "vocab_size", target.vocab_size)
@@ -115,7 +122,7 @@ def load_layered(
     load_body: Callable[[HeadFiles, HeadConfig, torch.dtype], Any] | None = None,
 ) -> LoadedHead:
     """Load a head, layers by ``load_body`` if need be; an embedding or LM head that its files lack is the target's."""
-    with modules_of(files):
+    with convert_module_errors(files):
         with torch.device("meta"):
             head = make(config)
         head.to_empty(device="cpu")
@@ -205,7 +212,7 @@ def unroll(head: DraftHead, tokens: Tensor, features: Tensor, lengths: Tensor, s
     for step in range(steps):
         shifted = functional.pad(tokens[:, 1 + step :], (0, step))[:, :width]
         positions = (places + step)[None].expand(count, -1)
-        rotary = rotation(head.body, features, positions)
+        rotary = compute_rotation(head.body, features, positions)
         mask = torch.cat([causal, *[diagonal] * step], dim=1)
         state = head.hidden(head.embed(shifted).detach(), features, _LayerRun(past, rotary, mask[None, None]))
         logits, features = head.read(state)
@@ -226,10 +233,10 @@ class _LayerRun:
             attention_mask=self._mask.to(hidden.dtype),
             past_key_values=self,
         )
-        return hidden_of(output)
+        return get_hidden_state(output)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """As transformers' cache: these behind those of the steps before."""
+        """As transformers' cache: these after those of the steps before."""
         if layer in self._past:
             old_keys, old_values = self._past[layer]
             keys, values = torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)

@@ -74,7 +74,9 @@ def fill_module(module: Any, files: HeadFiles, names: Mapping[str, str]) -> None
 
 
 @contextmanager
-def modules_of(files: HeadFiles, *, what: str = "layers", whose: str = "its configuration") -> Iterator[None]:
+def convert_module_errors(
+    files: HeadFiles, *, what: str = "layers", whose: str = "its configuration"
+) -> Iterator[None]:
     """Make modules; CheckpointError where none can be made of what a configuration says."""
     try:
         yield

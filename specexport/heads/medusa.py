@@ -1,7 +1,7 @@
 """Medusa heads in torch: loading them, what they compute, and the graph of it.
 
 Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", eq. 1:
-``softmax(W2_k (SiLU(W1_k h_t) + h_t))`` guesses the token ``k + 1`` places behind the one that ``h_t`` is of. The
+``softmax(W2_k (SiLU(W1_k h_t) + h_t))`` guesses the token ``k + 1`` places after the one that ``h_t`` is of. The
 target's own LM head gives the first of them, so here head i, from 0, guesses token t + i + 2.
 
 Every row of a step names its head, as its token id. A head reads its own rows and no others: an LM head that no row
@@ -23,10 +23,17 @@ from torch.nn import functional
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import CONFIG_NAME, HeadFiles, check_target, is_named, read_size
-from specexport.heads.kind import Caches, HeadKind, other_last_states
+from specexport.heads.kind import Caches, HeadKind, list_state_readings
 from specexport.heads.layered import compare_steps
-from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, kept_ids, load_projection, modules_of
-from specexport.heads.modules import HeadModule, answer_by_head
+from specexport.heads.loaded import (
+    LoadedHead,
+    TargetTables,
+    convert_module_errors,
+    fill_module,
+    kept_ids,
+    load_projection,
+)
+from specexport.heads.modules import HeadModule, run_by_head
 from specexport.heads.reference import HeadReference
 from specexport.heads.trace import trace_head_step
 from specexport.trace.export import TracedModel
@@ -80,7 +87,7 @@ class MedusaHeads(HeadModule):
                 state = state + functional.silu(block(state))
             return state if self.shape.one_lm_head else self.lm_heads[number](state)
 
-        found = answer_by_head(numbers, len(self.blocks), answer)
+        found = run_by_head(numbers, len(self.blocks), answer)
         return self.lm_heads[0](found) if self.shape.one_lm_head else found
 
     def every_row(self, numbers: Tensor, features: Tensor) -> Tensor:
@@ -126,7 +133,7 @@ def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: tor
     kept = None if config.draft_vocab_size == config.vocab_size else kept_ids(files, config, TOKEN_MAP)
     ids = None if kept is None else np.sort(kept)
     names: dict[str, str] = {}
-    with modules_of(files), torch.device("meta"):
+    with convert_module_errors(files), torch.device("meta"):
         heads = MedusaHeads(config)
     for head, blocks in enumerate(heads.blocks):
         for at, block in enumerate(blocks):
@@ -164,9 +171,9 @@ def _recognizes(files: HeadFiles) -> bool:
 def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
     """What Medusa heads compute; the tensors say how many there are, as published files say too few."""
     numbered = _is_numbered(files)
-    found_heads, found_blocks = _count(files, numbered)
-    num_heads = max(found_heads, _number(files, ("medusa_num_heads", "num_heads"), found_heads))
-    num_blocks = _number(files, ("medusa_num_layers", *(() if numbered else ("num_hidden_layers",))), found_blocks)
+    found_heads, found_blocks = _count_heads(files, numbered)
+    num_heads = max(found_heads, _read_count(files, ("medusa_num_heads", "num_heads"), found_heads))
+    num_blocks = _read_count(files, ("medusa_num_layers", *(() if numbered else ("num_hidden_layers",))), found_blocks)
     if not 1 <= num_heads <= MAX_LOOKAHEAD or num_blocks > _MAX_BLOCKS:
         raise CheckpointError(
             f"{files.name} has {num_heads} Medusa heads of {num_blocks} blocks; 1 to {MAX_LOOKAHEAD} of at most "
@@ -177,14 +184,14 @@ def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
         num_blocks,
         bias=bool(num_blocks) and _block_name(files, 0, 0, "bias") in files.shapes,
         one_lm_head=bool(files.values.get("original_lm_head", False)),
-        logit_scale=_scale(files),
+        logit_scale=_read_logit_scale(files),
     )
     rows, width = _lm_head_size(files, shape, target)
     ids = files.shapes.get(TOKEN_MAP)
-    width = _number(files, ("hidden_size",), width)
-    vocab = _number(files, ("vocab_size",), target.vocab_size if ids else rows)
+    width = _read_count(files, ("hidden_size",), width)
+    vocab = _read_count(files, ("vocab_size",), target.vocab_size if ids else rows)
     check_target(files, target, width=width, vocab_size=vocab)
-    draft_vocab = _number(files, ("truncated_vocab_size",), ids[0] if ids else vocab)
+    draft_vocab = _read_count(files, ("truncated_vocab_size",), ids[0] if ids else vocab)
     return HeadConfig(
         kind="medusa",
         layer_config={"model_type": "medusa", "hidden_size": width, "num_hidden_layers": 0},
@@ -217,7 +224,7 @@ def _is_numbered(files: HeadFiles) -> bool:
     return not any(_NAMED.fullmatch(name) for name in files.shapes)
 
 
-def _count(files: HeadFiles, numbered: bool) -> tuple[int, int]:
+def _count_heads(files: HeadFiles, numbered: bool) -> tuple[int, int]:
     """How many heads the tensors are of, and how many blocks they have."""
     heads, blocks = 0, 0
     for name in files.shapes:
@@ -239,13 +246,13 @@ def _lm_head_size(files: HeadFiles, shape: MedusaShape, target: TargetFacts) -> 
     return target.vocab_size, target.hidden_size if block is None else block[0]
 
 
-def _number(files: HeadFiles, keys: tuple[str, ...], default: int) -> int:
+def _read_count(files: HeadFiles, keys: tuple[str, ...], default: int) -> int:
     """The first of some keys of the configuration, a whole number."""
     key = next((key for key in keys if files.values.get(key) is not None), keys[0])
     return read_size(files, files.values, key, default, least=0)
 
 
-def _scale(files: HeadFiles) -> float:
+def _read_logit_scale(files: HeadFiles) -> float:
     value = files.values.get("logit_scale", 1.0)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
         raise CheckpointError(f"{files.name}: {CONFIG_NAME} has {value!r} for logit_scale.", "fetch the head again.")
@@ -277,6 +284,6 @@ KIND = HeadKind(
     trace=_trace,
     reference=_reference,
     guesses=_guesses,
-    readings=other_last_states,
+    readings=list_state_readings,
     prefixes=("medusa_heads.", "medusa_head."),
 )

@@ -70,13 +70,13 @@ class DraftHead(HeadModule):
         return embedded
 
     def states(self, input_ids: Tensor, features: Tensor, run: RunModule) -> Tensor:
-        """The hidden state behind the last layer [1, T, H] for token ids [T] and features [1, T, E]."""
+        """The hidden state after the last layer [1, T, H] for token ids [T] and features [1, T, E]."""
         return self.hidden(self.embed(input_ids)[None], features, run)
 
     def hidden(self, embedded: Tensor, features: Tensor, run: RunModule) -> Tensor:
-        """The hidden state behind the last layer [B, T, H], for features [B, T, E].
+        """The hidden state after the last layer [B, T, H], for features [B, T, E].
 
-        ``embedded`` [B, T, H] is of the token behind each feature; ``run`` runs a module with attention.
+        ``embedded`` [B, T, H] is of the token after each feature; ``run`` runs a module with attention.
         """
         raise NotImplementedError
 
@@ -115,7 +115,7 @@ def body_config(config: HeadConfig) -> Any:
     return AutoConfig.for_model(**{**values, **none, "vocab_size": 1, "tie_word_embeddings": False})
 
 
-def rotation(body: Any, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def compute_rotation(body: Any, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """What turns queries and keys at ``positions`` [B, T]; UnsupportedModelError if layers differ in it."""
     kinds = set(getattr(body.config, "layer_types", None) or ()) & (body.config.rope_parameters or {}).keys()
     if len(kinds) > 1:
@@ -135,7 +135,7 @@ def norm_class(config: HeadConfig) -> Callable[[int], Any]:
     return lambda width: kind(width, eps=eps)
 
 
-def heads_asked(input_ids: Tensor, logit_rows: Tensor, cu_new_tokens: Tensor) -> Tensor:
+def find_row_heads(input_ids: Tensor, logit_rows: Tensor, cu_new_tokens: Tensor) -> Tensor:
     """Which head each logit row asks, int64 [R]; -1 for the row of an entry without a token.
 
     A row asks head i if i + 1 tokens stand among its sequence's entries up to it. An entry that has a feature alone has
@@ -148,7 +148,7 @@ def heads_asked(input_ids: Tensor, logit_rows: Tensor, cu_new_tokens: Tensor) ->
     return counted.index_select(0, logit_rows) - (counted - is_token).index_select(0, begin) - 1
 
 
-def answer_by_head(numbers: Tensor, count: int, answer: Callable[[int, Tensor], Tensor]) -> Tensor:
+def run_by_head(numbers: Tensor, count: int, answer: Callable[[int, Tensor], Tensor]) -> Tensor:
     """What heads say of the rows that ask them [R, ·], in the order of the rows.
 
     ``numbers`` int64 [R] has the head that each row asks; a number beyond the last head means the last.

@@ -1,7 +1,7 @@
 """MTP modules in torch: a decoder layer as the target's own, over an embedding and the hidden state before it.
 
-DeepSeek-V3 (DeepSeek-AI 2024, section 2.2): ``h' = layer(M [norm(h_i), norm(emb(t_{i+1}))])``, and the LM head behind a
-norm. Which of the two comes first in the file's matrix, and whether the norm is before or behind what the next step
+DeepSeek-V3 (DeepSeek-AI 2024, section 2.2): ``h' = layer(M [norm(h_i), norm(emb(t_{i+1}))])``, and the LM head after a
+norm. Which of the two comes first in the file's matrix, and whether the norm is before or after what the next step
 reads, differs by writer. ``mtp_files`` finds modules in checkpoints, and knows their names.
 """
 
@@ -18,7 +18,7 @@ from specexport.checkpoint.load import quiet_transformers
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import HeadFiles, is_named
 from specexport.heads.kind import AFTER_LAST, BEFORE_NORM, SWAPPED, Reading
-from specexport.heads.layered import layered_kind, load_layered, read_layered, said_of_layers
+from specexport.heads.layered import layered_kind, load_layered, read_layer_settings, read_layered
 from specexport.heads.modules import DraftHead, RunModule, body_config, norm_class
 from specexport.heads.mtp_files import EMBED_NORM, name_beside_module, num_modules, stored_name
 from specexport_runtime.abi import AFTER_NORM
@@ -85,18 +85,18 @@ def load_body(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) -> Any:
 
 def read_module(files: HeadFiles, target: TargetFacts) -> HeadConfig:
     """What MTP modules compute, one or several in turn; raises CheckpointError as ``read_layered`` does."""
-    config = read_layered(files, target, "mtp", _layers(files), (AFTER_NORM,), "the target's checkpoint")
+    config = read_layered(files, target, "mtp", _read_layer_config(files), (AFTER_NORM,), "the target's checkpoint")
     # What writers of these names mean, as far as it is known; a checkpoint says nothing of it.
     stored = {key.rpartition(".")[0].rpartition(".")[2] for _, key in files.stored.values()}
     norm_output = bool(files.values.get("norm_output", "enorm" not in stored))
     return replace(config, norm_output=norm_output, feature_first="token_layernorm" in stored and not is_named(files))
 
 
-def _layers(files: HeadFiles) -> dict[str, Any]:
+def _read_layer_config(files: HeadFiles) -> dict[str, Any]:
     """Configuration of a layer for each module: the target's own, with the kinds of layers that the tensors have."""
     count = num_modules(files)
     sparse = [any(f"layers.{i}." in name and ".experts." in name for name in files.shapes) for i in range(count)]
-    config = {key: value for key, value in said_of_layers(files).items() if value is not None}
+    config = {key: value for key, value in read_layer_settings(files).items() if value is not None}
     config["num_hidden_layers"] = count
     choices: dict[str, Any] = {
         "layer_types": [_attention(files, i) for i in range(count)],

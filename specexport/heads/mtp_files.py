@@ -39,11 +39,11 @@ def name_in_module(key: str, num_layers: int | None = None) -> str | None:
     for place in _PLACES if num_layers is None else (*_PLACES, _DECODER):
         if found := re.fullmatch(place + r"\.(?P<rest>.+)", key):
             number = int(found.groupdict().get("at") or 0) - (num_layers or 0 if place is _DECODER else 0)
-            return None if number < 0 else _name_in(number, found["rest"])
+            return None if number < 0 else _module_tensor_name(number, found["rest"])
     return None
 
 
-def _name_in(number: int, rest: str) -> str:
+def _module_tensor_name(number: int, rest: str) -> str:
     stem, _, kind = rest.rpartition(".")
     name = f"{_NAMES[stem]}.{kind}" if stem in _NAMES else f"layers.0.{rest}"
     if name.startswith("layers.0."):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specexport.checkpoint.gguf_mapped import convert
-from specexport.checkpoint.gguf_reader import architecture, module_blocks, open_reader, read
+from specexport.checkpoint.gguf_reader import architecture, list_mtp_blocks, open_reader, read
 from specexport.checkpoint.gguf_rows import Conversion
 from specexport.checkpoint.source import Source
 from specexport.checkpoint.stored import StoredWeight
@@ -22,7 +22,7 @@ from specexport.heads.files import MORE, OTHER_TARGET, HeadFiles
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 
-class _Kind(NamedTuple):
+class _ModuleArchitecture(NamedTuple):
     """What is known of the modules of an architecture (llama.cpp, which runs them; ``docs/heads.md`` lists them)."""
 
     targets: tuple[str, ...]  # transformers' names of the target's kind
@@ -31,12 +31,12 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "qwen35": _Kind(("qwen3_5_text",)),
-    "qwen35moe": _Kind(("qwen3_5_moe_text",)),
-    "qwen3next": _Kind(("qwen3_next",)),
-    "glm4moe": _Kind(("glm4_moe",)),
-    "deepseek2": _Kind(("deepseek_v3", "glm4_moe_lite")),
-    "mimo2": _Kind(("mimo_v2_flash",), norm_output=False, several=True),
+    "qwen35": _ModuleArchitecture(("qwen3_5_text",)),
+    "qwen35moe": _ModuleArchitecture(("qwen3_5_moe_text",)),
+    "qwen3next": _ModuleArchitecture(("qwen3_next",)),
+    "glm4moe": _ModuleArchitecture(("glm4_moe",)),
+    "deepseek2": _ModuleArchitecture(("deepseek_v3", "glm4_moe_lite")),
+    "mimo2": _ModuleArchitecture(("mimo_v2_flash",), norm_output=False, several=True),
 }
 _FORM = "give the Hugging Face checkpoint that the file was made from."
 _NAMES = {"enorm": "embed_norm", "hnorm": "feature_norm", "eh_proj": "fc"}
@@ -58,7 +58,7 @@ class GgufModule(HeadFiles):
 def open_gguf_module(source: Source, values: Mapping[str, Any]) -> HeadFiles:
     """Find the MTP module of a GGUF file for a target that ``values`` configures."""
     reader = open_reader(source)
-    blocks, arch = _find(source, reader), architecture(reader)
+    blocks, arch = _find_module_blocks(source, reader), architecture(reader)
     kind = _KINDS.get(arch)
     if kind is None:
         raise UnsupportedModelError(
@@ -78,7 +78,7 @@ def open_gguf_module(source: Source, values: Mapping[str, Any]) -> HeadFiles:
         )
     own = copy(reader)
     own.tensors = [tensor for tensor in reader.tensors if tensor.name.startswith(tuple(f"blk.{i}." for i in blocks))]
-    model = _deeper(source, values, reader, blocks)
+    model = _extend_target(source, values, reader, blocks)
     conversion = convert(own, model)
     found = gguf_weights(source, own, conversion, torch.float32)
     if found is None:
@@ -96,9 +96,11 @@ def open_gguf_module(source: Source, values: Mapping[str, Any]) -> HeadFiles:
         own_names = ((name.removeprefix(place), weight) for name, weight in found.items() if name.startswith(place))
         weights |= {f"layers.{number}.{name}": weight for name, weight in own_names}
         beside = f"{MORE}{number}." if number else ""
-        weights |= {beside + name: value for name, value in _beside(source, reader, conversion, block).items()}
+        weights |= {
+            beside + name: value for name, value in _read_module_tensors(source, reader, conversion, block).items()
+        }
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    stated = {"hidden_size": int(read(reader, f"{arch}.embedding_length") or 0), **_vocabulary(reader)}
+    stated = {"hidden_size": int(read(reader, f"{arch}.embedding_length") or 0), **_read_vocab_size(reader)}
     said = {**values, **stated, "norm_output": kind.norm_output}
     return GgufModule(source.name, said, shapes, {}, weights)
 
@@ -107,15 +109,15 @@ def holds_gguf_module(source: Source) -> bool:
     """Whether a GGUF file holds a module that can be read; damaged files hold none."""
     try:
         reader = open_reader(source)
-        found, kind = len(_find(source, reader)), _KINDS.get(architecture(reader))
+        found, kind = len(_find_module_blocks(source, reader)), _KINDS.get(architecture(reader))
         return kind is not None and (found == 1 or kind.several)
     except CheckpointError:
         return False
 
 
-def _find(source: Source, reader: Any) -> range:
+def _find_module_blocks(source: Source, reader: Any) -> range:
     """The blocks of modules; CheckpointError if there are none."""
-    blocks, there = module_blocks(reader), {tensor.name for tensor in reader.tensors}
+    blocks, there = list_mtp_blocks(reader), {tensor.name for tensor in reader.tensors}
     if not blocks:
         raise CheckpointError(
             f"{source.name} holds no MTP module ({architecture(reader)}.nextn_predict_layers is not there, or 0).",
@@ -130,7 +132,7 @@ def _find(source: Source, reader: Any) -> range:
     return blocks
 
 
-def _deeper(source: Source, values: Mapping[str, Any], reader: Any, blocks: range) -> Any:
+def _extend_target(source: Source, values: Mapping[str, Any], reader: Any, blocks: range) -> Any:
     """The target with a layer more for each block of a module, of the kind of its tensors, without data."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -157,7 +159,7 @@ _LISTS = (
 """Lists of the kinds of layers, and the tensor by which a layer is of the second."""
 
 
-def _beside(source: Source, reader: Any, conversion: Conversion, block: int) -> dict[str, Tensor]:
+def _read_module_tensors(source: Source, reader: Any, conversion: Conversion, block: int) -> dict[str, Tensor]:
     """The tensors around a module's layer; what it shares with its target is left out."""
     from gguf import dequantize
 
@@ -179,7 +181,7 @@ def _beside(source: Source, reader: Any, conversion: Conversion, block: int) -> 
     return found
 
 
-def _vocabulary(reader: Any) -> dict[str, int]:
+def _read_vocab_size(reader: Any) -> dict[str, int]:
     """How many tokens a file's embedding has; nothing where it has none."""
     rows = [int(tensor.shape[1]) for tensor in reader.tensors if tensor.name == "token_embd.weight"]
     return {"vocab_size": rows[0]} if rows else {}

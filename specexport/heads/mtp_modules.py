@@ -4,11 +4,11 @@ DeepSeek-V3 (DeepSeek-AI 2024, section 2.2), for place i and modules k = 1, 2, .
 
     h_k(i) = layer_k(M_k [norm(h_(k-1)(i)), norm(emb(t_(i+k)))])
 
-``h_0`` is the target's. The LM head behind a norm guesses the token i+k+1. So each module is one of ``mtp``, a place
+``h_0`` is the target's. The LM head after a norm guesses the token i+k+1. So each module is one of ``mtp``, a place
 reads one token more for each module, and keys and values of a module are of its own places. Some writers give every
 module the target's hidden state in the place of the module's before it: the probe tries that too.
 
-In the graph each entry has its feature and the token behind it, and modules find further tokens in the entries behind.
+In the graph each entry has its feature and the token after it, and modules find further tokens in the entries after.
 A row may end in tokens without features: if there are d of them, its logits are module d+1's, of the last entry with a
 feature. See ``abi.AHEAD_ID`` and the runtime's ``drafters.in_turn``.
 """
@@ -27,7 +27,7 @@ from specexport.heads.files import MORE, HeadFiles
 from specexport.heads.kind import Caches, HeadKind, Reading
 from specexport.heads.layered import load_layered
 from specexport.heads.loaded import LoadedHead
-from specexport.heads.modules import RunModule, answer_by_head, heads_asked, norm_class
+from specexport.heads.modules import RunModule, find_row_heads, norm_class, run_by_head
 from specexport.heads.mtp import MtpHead, load_body, read_module, readings_of_module
 from specexport.heads.mtp_files import EMBED_NORM, num_modules
 from specexport.heads.reference import CheckedRow, HeadReference
@@ -49,7 +49,7 @@ class ModulesShape(NamedTuple):
 
 
 class _Module(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """What is around the layer of a module behind the first."""
+    """What is around the layer of a module after the first."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -93,11 +93,11 @@ class MtpModules(MtpHead):
         if not self.head_config.shape.own_lm_heads:
             return self.lm_head(flat), flat
         lm_heads = [self.lm_head, *(part.lm_head for part in self.more.values())]
-        return answer_by_head(numbers, count, lambda i, mine: lm_heads[i](flat.index_select(0, mine))), flat
+        return run_by_head(numbers, count, lambda i, mine: lm_heads[i](flat.index_select(0, mine))), flat
 
 
 class ModulesStep(HeadStep):
-    """Modules in turn, which read tokens of the entries behind."""
+    """Modules in turn, which read tokens of the entries after."""
 
     def states(self, context: AttentionContext, features: Tensor, step: tuple[Tensor, ...]) -> Tensor:
         """See ``HeadStep.states``."""
@@ -110,7 +110,7 @@ class ModulesStep(HeadStep):
     def read(self, state: Tensor, features: Tensor, step: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """See ``HeadStep.read``."""
         input_ids, _, logit_rows, _, cu_new_tokens, *_ = step
-        numbers = heads_asked(AHEAD_ID - input_ids, logit_rows, cu_new_tokens) + 1
+        numbers = find_row_heads(AHEAD_ID - input_ids, logit_rows, cu_new_tokens) + 1
         logits: tuple[Tensor, Tensor] = self.model.guess(state, logit_rows - numbers, numbers)
         return logits
 
@@ -123,17 +123,17 @@ def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
             f"{files.name} has {count} MTP modules; up to {MAX_LOOKAHEAD} can be read.",
             "give a checkpoint whose config.json belongs to its weights.",
         )
-    if _differ(files, "embed_tokens.weight", count):
+    if _has_different_tensors(files, "embed_tokens.weight", count):
         raise UnsupportedModelError(
             f"{files.name}: each of its MTP modules has another embedding, and only modules that share one are read.",
             "draft with `lookup`.",
         )
-    shape = ModulesShape(own_lm_heads=_differ(files, "lm_head.weight", count))
+    shape = ModulesShape(own_lm_heads=_has_different_tensors(files, "lm_head.weight", count))
     taps = (target.num_layers,)
     return replace(read_module(files, target), kind="mtp-modules", taps=taps, num_modules=count, shape=shape)
 
 
-def _differ(files: HeadFiles, name: str, count: int) -> bool:
+def _has_different_tensors(files: HeadFiles, name: str, count: int) -> bool:
     """Whether modules have different tensors of a name; a module that lacks one has the target's."""
     stored = [each for i in range(count) if (each := f"{MORE}{i}.{name}" if i else name) in files.shapes]
     if not stored:
@@ -164,7 +164,7 @@ def _reference(loaded: LoadedHead) -> HeadReference:
     tokens = [generator.integers(0, config.vocab_size, total + count - 1) for total in totals]
 
     def row(index: int, start: int, known: int, ahead: int) -> CheckedRow:
-        """Entries from ``start`` on of a sequence with ``known`` features and ``ahead`` tokens behind them."""
+        """Entries from ``start`` on of a sequence with ``known`` features and ``ahead`` tokens after them."""
         fed = tokens[index][: known + ahead].copy()
         given = np.concatenate([features[index][:known], np.zeros((ahead, config.feature_size), np.float32)])
         with torch.no_grad():

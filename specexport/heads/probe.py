@@ -17,9 +17,9 @@ from torch import Tensor
 
 from specexport.heads.config import HeadConfig
 from specexport.heads.kind import Caches, Reading
-from specexport.heads.kinds import kind_of
+from specexport.heads.kinds import find_kind
 from specexport.heads.loaded import LoadedHead
-from specexport.trace.layers import tapped
+from specexport.trace.layers import record_taps
 from specexport_runtime.errors import CheckpointError
 
 CLEARLY = 1.25
@@ -42,20 +42,20 @@ class Probe(NamedTuple):
 
 
 def probe_head(model: Any, loaded: LoadedHead, pieces: Sequence[npt.NDArray[np.int64]], num_layers: int) -> Probe:
-    """Guess the target's best tokens behind every token of the texts ``pieces``, in each reading."""
-    readings = kind_of(loaded.config).readings(loaded.config, num_layers)
+    """Guess the target's best tokens after every token of the texts ``pieces``, in each reading."""
+    readings = find_kind(loaded.config).readings(loaded.config, num_layers)
     taps = sorted({tap for reading in readings for tap in reading.config.taps})
-    seen = [_read(model, torch.from_numpy(piece), taps, loaded.config) for piece in pieces]
+    seen = [_run_target(model, torch.from_numpy(piece), taps, loaded.config) for piece in pieces]
     rates, right = {}, {}
     for reading in readings:
-        hits = [_hits(loaded, reading.config, text) for text in seen]
+        hits = [_find_hits(loaded, reading.config, text) for text in seen]
         rates[reading.change] = tuple(float(torch.cat(step).float().mean()) for step in zip(*hits, strict=True))
         right[reading.change] = torch.cat([step for text in hits for step in text])
     score = {change: sum(rate) / len(rate) for change, rate in rates.items()}
     first = readings[0]
     top = max(readings, key=lambda reading: score[reading.change])
     is_much = score[top.change] > CLEARLY * score[""]
-    is_sure = _deviations(right[top.change], right[""]) > DEVIATIONS
+    is_sure = _compute_z_score(right[top.change], right[""]) > DEVIATIONS
     clearly = score[top.change] - score[""] > FEW and (is_much or is_sure)
     chosen = top if clearly else first
     every = torch.cat([text.best[1:] for text in seen])
@@ -63,7 +63,7 @@ def probe_head(model: Any, loaded: LoadedHead, pieces: Sequence[npt.NDArray[np.i
     return Probe(chosen, rates[chosen.change][0], chance, rates)
 
 
-def _deviations(other: Tensor, first: Tensor) -> float:
+def _compute_z_score(other: Tensor, first: Tensor) -> float:
     """How far the places that one reading wins are from half of those where the two differ, in standard deviations.
 
     Each is bool [n]: where the guesses of a reading are right.
@@ -82,22 +82,22 @@ def check_probe(probe: Probe, name: str) -> None:
         )
 
 
-class _Seen(NamedTuple):
+class _TargetOutputs(NamedTuple):
     """What the target made of a text."""
 
     tokens: Tensor  # int64 [T]
-    best: Tensor  # its best token ids behind each token [T]
+    best: Tensor  # its best token ids after each token [T]
     states: Mapping[int, Tensor]  # its hidden states [1, T, H], by tap
     caches: Caches  # keys and values that a head reads; none for one that has its own
 
 
-def _read(model: Any, tokens: Tensor, taps: Sequence[int], config: HeadConfig) -> _Seen:
-    with torch.no_grad(), tapped(model, taps) as found:
-        logits, caches = kind_of(config).read_target(model, tokens[None], config)
-    return _Seen(tokens, logits.argmax(-1), {tap: found[tap] for tap in taps}, caches)
+def _run_target(model: Any, tokens: Tensor, taps: Sequence[int], config: HeadConfig) -> _TargetOutputs:
+    with torch.no_grad(), record_taps(model, taps) as found:
+        logits, caches = find_kind(config).read_target(model, tokens[None], config)
+    return _TargetOutputs(tokens, logits.argmax(-1), {tap: found[tap] for tap in taps}, caches)
 
 
-def _hits(loaded: LoadedHead, config: HeadConfig, text: _Seen) -> list[Tensor]:
+def _find_hits(loaded: LoadedHead, config: HeadConfig, text: _TargetOutputs) -> list[Tensor]:
     """Where the first guess is right, and the second: bool, one for each place."""
     head, before = loaded.head, loaded.head.head_config
     head.head_config = config
@@ -105,7 +105,7 @@ def _hits(loaded: LoadedHead, config: HeadConfig, text: _Seen) -> list[Tensor]:
     try:
         with torch.no_grad():
             features = loaded.projection([text.states[tap][:, :-1] for tap in config.taps])
-            for logits, places in kind_of(config).guesses(loaded, text.tokens, features[0], text.caches):
+            for logits, places in find_kind(config).guesses(loaded, text.tokens, features[0], text.caches):
                 rows = logits.argmax(-1)
                 ids = rows if loaded.ids is None else torch.from_numpy(loaded.ids).long()[rows]
                 found.append(ids == text.best[places])

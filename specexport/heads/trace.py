@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexport.heads.modules import DraftHead, rotation
+from specexport.heads.modules import DraftHead, compute_rotation
 from specexport.trace.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
-from specexport.trace.experts import traceable_experts
+from specexport.trace.experts import make_experts_traceable
 from specexport.trace.export import TracedModel, trace_step
-from specexport.trace.layers import hidden_of
+from specexport.trace.layers import get_hidden_state
 from specexport_runtime.abi import LOGITS, NEXT_FEATURES, STEP_INPUTS, TOKEN_FEATURES, LayerGeometry
 
 
@@ -42,21 +42,21 @@ class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
         return run_layers(self.model, context, step[0], step[1], features)
 
     def read(self, state: Tensor, features: Tensor, step: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """Logits and what is handed on, of the state [T, H] behind the layers; ``features`` [T, E] were fed."""
+        """Logits and what is handed on, of the state [T, H] after the layers; ``features`` [T, E] were fed."""
         return self.model.read(state.index_select(0, step[2]))
 
 
 def run_layers(
     head: DraftHead, context: AttentionContext, input_ids: Tensor, positions: Tensor, features: Tensor, *more: Tensor
 ) -> Tensor:
-    """The hidden state [1, T, H] behind a head's layers; ``more`` is what a kind's ``states`` reads besides."""
+    """The hidden state [1, T, H] after a head's layers; ``more`` is what a kind's ``states`` reads besides."""
     given = features[None].to(head.dtype)
     if head.body is None:  # nothing but heads
         return given
-    rotary = rotation(head.body, given, positions[None])
+    rotary = compute_rotation(head.body, given, positions[None])
 
     def run(module: Any, hidden: Tensor) -> Tensor:
-        return hidden_of(module(hidden_states=hidden, position_embeddings=rotary, attention_mask=None))
+        return get_hidden_state(module(hidden_states=hidden, position_embeddings=rotary, attention_mask=None))
 
     with attention_hook(head.body, context):
         return head.states(input_ids, given, run, *more)
@@ -71,25 +71,25 @@ def causal_step(head: Any, input_ids: Tensor, features: Tensor) -> tuple[Tensor,
 
 
 def causal_states(head: Any, input_ids: Tensor, features: Tensor) -> Tensor:
-    """The hidden state [T, H] behind a head's layers over one sequence; see :func:`causal_step`."""
+    """The hidden state [T, H] after a head's layers over one sequence; see :func:`causal_step`."""
     if head.body is None:
         return features
     width = len(input_ids)
     behind = torch.arange(width)[:, None] - torch.arange(width)
-    rotary = rotation(head.body, features, torch.arange(width)[None])
+    rotary = compute_rotation(head.body, features, torch.arange(width)[None])
 
     def run(module: Any, hidden: Tensor) -> Tensor:
         window = getattr(getattr(module, "self_attn", module), "sliding_window", None) or width
         seen = (behind >= 0) & (behind < window)
         mask = torch.zeros(width, width).masked_fill(~seen, float("-inf"))[None, None]
-        return hidden_of(module(hidden_states=hidden, position_embeddings=rotary, attention_mask=mask))
+        return get_hidden_state(module(hidden_states=hidden, position_embeddings=rotary, attention_mask=mask))
 
     with torch.no_grad():
         state: Tensor = head.states(input_ids, features[None], run)[0]
     return state
 
 
-def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
+def record_attention_calls(head: DraftHead) -> tuple[LayerCall, ...]:
     """What each attention layer of a head asks for, in layer order."""
     if head.body is None:
         return ()
@@ -99,7 +99,7 @@ def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
 
     context = AttentionContext(answer, causal_only=False)
     tokens = torch.arange(3)
-    with torch.no_grad(), traceable_experts(head.body, grouped=False):
+    with torch.no_grad(), make_experts_traceable(head.body, grouped=False):
         run_layers(head, context, tokens, tokens, torch.zeros(3, head.head_config.feature_size))
     return tuple(context.calls)
 
@@ -112,8 +112,8 @@ def trace_layers(
     group_experts: bool = False,
 ) -> TracedModel:
     """Trace a head (eval mode); ``step`` makes of it what the contract sees, see ``kinds.trace_head``."""
-    calls = probe_calls(head)
-    with nullcontext() if head.body is None else traceable_experts(head.body, grouped=group_experts):
+    calls = record_attention_calls(head)
+    with nullcontext() if head.body is None else make_experts_traceable(head.body, grouped=group_experts):
         ir_model = trace_head_step(step(head), [call.geometry for call in calls])
     return TracedModel(ir_model, tuple(call.geometry for call in calls))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from specexport.atomic import write_file, write_text
 from specexport.heads.config import HeadConfig
 from specexport.heads.files import CONFIG_NAME
-from specexport.heads.kinds import KINDS, kind_of
+from specexport.heads.kinds import KINDS, find_kind
 from specexport.heads.modules import DraftHead, FeatureProjection
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors.base import Int32Array
@@ -37,7 +37,7 @@ def write_head(
     lookahead: int,  # draft tokens a round that it was trained for
 ) -> None:
     """Write a head that was trained here, in bfloat16 and without the embedding: that is the target's."""
-    kind = kind_of(config)
+    kind = find_kind(config)
     if kind.architecture is None:
         able = " or ".join(other.called for other in KINDS if other.architecture is not None)
         raise UnsupportedModelError(f"a head of kind {config.kind!r} cannot be written.", f"write {able}.")
@@ -53,7 +53,7 @@ def write_head(
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / WEIGHTS_NAME, tensors)
     write_text(
-        folder / CONFIG_NAME, json.dumps(_values(config, kind.architecture, verifier, lookahead), indent=2) + "\n"
+        folder / CONFIG_NAME, json.dumps(_make_config(config, kind.architecture, verifier, lookahead), indent=2) + "\n"
     )
 
 
@@ -74,7 +74,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     write_file(path, write)
 
 
-def _values(config: HeadConfig, architecture: str, verifier: str, lookahead: int) -> dict[str, Any]:
+def _make_config(config: HeadConfig, architecture: str, verifier: str, lookahead: int) -> dict[str, Any]:
     """``config.json``."""
     proposal = {
         "proposal_type": "greedy", "speculative_tokens": lookahead, "accept_tolerance": 0.0, "verifier_accept_k": 1,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from specexport.kernels.spec import KernelSpec
 from specexport.kernels.tuning import SHARED_BYTES, TileConfig, check_sm
-from specexport_runtime.errors import CheckFailedError, MissingDependencyError, UserInputError, pip_install
+from specexport_runtime.errors import CheckFailedError, MissingDependencyError, UserInputError, make_install_hint
 
 _ENTRY = re.compile(r"\.entry\s+(?P<name>[\w$]+)\s*\((?P<parameters>[^)]*)\)")
 _PARAMETER = re.compile(r"\.param\s+\.(?P<type>\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)*?(?:\.align\s+\d+\s+)?)?(?P<name>[\w$]+)")
@@ -89,7 +89,9 @@ def import_triton() -> Any:
     try:
         import triton
     except ImportError as error:
-        raise MissingDependencyError(f"The attention kernels need Triton: {error}.", pip_install("tensorrt")) from error
+        raise MissingDependencyError(
+            f"The attention kernels need Triton: {error}.", make_install_hint("tensorrt")
+        ) from error
     if triton.knobs.runtime.interpret:
         raise UserInputError(
             "TRITON_INTERPRET is set: Triton interprets kernels and cannot compile them.", "Unset TRITON_INTERPRET."
@@ -108,7 +110,7 @@ def _triton_source(spec: KernelSpec, tiles: TileConfig) -> Any:
     constants = spec.constants(tiles)
     absent = [name for name in kernel.arg_names if name not in types and name not in constants]
     values = {name: constants.get(name) for name in kernel.arg_names if name not in types}
-    if unknown := set(absent) - {item.name for item in _optional(spec)}:
+    if unknown := set(absent) - {item.name for item in _list_optional_arguments(spec)}:
         raise CheckFailedError(f"{spec.kernel} has parameters its signature does not name: {sorted(unknown)}.")
     aligned = [["tt.divisibility", POINTER_ALIGNMENT]]
     return ASTSource(
@@ -119,7 +121,7 @@ def _triton_source(spec: KernelSpec, tiles: TileConfig) -> Any:
     )
 
 
-def _optional(spec: KernelSpec) -> list[Any]:
+def _list_optional_arguments(spec: KernelSpec) -> list[Any]:
     from specexport.kernels.signatures import SIGNATURES
 
     full = SIGNATURES[spec.kernel]
@@ -168,7 +170,7 @@ def compile_kernel(spec: KernelSpec, sm: int, *, tiles: TileConfig | None = None
     check_memory(spec, sm, compiled.metadata)
     check_parameters(spec, compiled.asm["ptx"])
     ptx = drop_trailing_parameters(compiled.asm["ptx"], len(SCRATCH_PARAMETERS))
-    cubin, registers, spill_bytes = assemble(ptx, sm)
+    cubin, registers, spill_bytes = assemble_ptx(ptx, sm)
     return CompiledKernel(
         spec=spec,
         sm=sm,
@@ -184,7 +186,7 @@ def compile_kernel(spec: KernelSpec, sm: int, *, tiles: TileConfig | None = None
     )
 
 
-def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
+def assemble_ptx(ptx: str, sm: int) -> tuple[bytes, int, int]:
     """Assemble one entry's PTX: cubin, registers of a thread, bytes spilled; CheckFailedError if it is refused."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 

@@ -59,7 +59,7 @@ def launch(spec: KernelSpec, tensors: "dict[str, Tensor]", tiles: TileConfig | N
     """Run a kernel on all of ``spec.signature``, by name; ``tiles`` None takes the tuning table's."""
     check_tensors(spec, tensors)
     signature: Signature = spec.signature
-    tiles = tiles or spec.tiles(architecture(tensors[signature.inputs[0].name]))
+    tiles = tiles or spec.tiles(read_capability(tensors[signature.inputs[0].name]))
     ints = {item.name: tensors[item.source].shape[item.axis] for item in signature.ints}
     grid = spec.grid(tiles, ints["num_tokens"], ints.get("num_seqs", 0))
     if not all(grid):
@@ -69,7 +69,7 @@ def launch(spec: KernelSpec, tensors: "dict[str, Tensor]", tiles: TileConfig | N
     kernel[grid](**arguments, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True)
 
 
-def architecture(tensor: "Tensor") -> int:
+def read_capability(tensor: "Tensor") -> int:
     """Compute capability of a tensor's device times ten; ``INTERPRETED_SM`` if it is no GPU."""
     if not tensor.is_cuda:
         return INTERPRETED_SM

@@ -83,9 +83,9 @@ def choose_splits(programs: int, kv_len: int, block_n: int, multiprocessors: int
     slots = 2 * multiprocessors
     most = max(1, min(MAX_SPLITS, kv_len // (4 * block_n)))
 
-    def filled(splits: int) -> float:
+    def compute_occupancy(splits: int) -> float:
         waves = -(-programs * splits // slots)
         return programs * splits / (waves * slots)
 
-    best = max(map(filled, range(1, most + 1)))
-    return next(splits for splits in range(1, most + 1) if filled(splits) >= 0.9 * best)
+    best = max(map(compute_occupancy, range(1, most + 1)))
+    return next(splits for splits in range(1, most + 1) if compute_occupancy(splits) >= 0.9 * best)

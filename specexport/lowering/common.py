@@ -30,7 +30,7 @@ _LARGE = 3.0e38  # below the largest float32; no sum of logits comes near it
 
 
 def is_causal(node: "ir.Node") -> bool:
-    """Whether each token of an ``UnpaddedAttention`` node sees nothing behind itself."""
+    """Whether each token of an ``UnpaddedAttention`` node sees nothing after itself."""
     return bool(node.attributes.get_int(CAUSAL_ATTRIBUTE, 1))
 
 
@@ -43,21 +43,21 @@ def require_causal(node: "ir.Node", backend: str) -> None:
         )
 
 
-def slopes_of(node: "ir.Node") -> "ir.Value | None":
+def get_slopes(node: "ir.Node") -> "ir.Value | None":
     """The slopes of an ``UnpaddedAttention`` node, float32 [num_heads]; None where it has no position bias."""
     return node.inputs[_SLOPES] if len(node.inputs) > _SLOPES else None
 
 
 def refuse_slopes(node: "ir.Node", backend: str) -> None:
     """Refuse a node with slopes, whose position bias a backend would leave out: UnsupportedModelError."""
-    if slopes_of(node) is not None:
+    if get_slopes(node) is not None:
         raise UnsupportedModelError(
             f"{node.name}: this attention has ALiBi slopes, which {backend} does not compute.",
             "build for `ort-cpu`.",
         )
 
 
-def take_place(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
+def replace_value(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
     """Readers of ``old``, and the graph output that it is, now get ``new``, under its name if it is an output."""
     import onnx_ir as ir
 
@@ -144,7 +144,7 @@ def step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:
     return tuple(name for name in names if name in present)
 
 
-def fusions(done: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+def select_fusions(done: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """Of what the passes of a lowering did, what they fused."""
     return tuple((name, changes) for name, changes in done.items() if name.endswith("-fuse"))
 

@@ -28,7 +28,7 @@ def feature_size(ir_model: "ir.Model") -> int:
 
 def feature_pass() -> CountingPass:
     """:func:`gate_features` as a pass of a lowering."""
-    return Rewrite("feature-gate", "features cost nothing in steps behind which no head drafts", gate_features)
+    return Rewrite("feature-gate", "features cost nothing in steps after which no head drafts", gate_features)
 
 
 def gate_features(ir_model: "ir.Model") -> int:

@@ -1,4 +1,4 @@
-"""Rotary embeddings into attention nodes, and residual additions into the norms behind them."""
+"""Rotary embeddings into attention nodes, and residual additions into the norms after them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specexport.lowering.fuse_region import Region, RegionProbe, Rotation
 
 ROTARY_ATTRIBUTE = "rotary_interleaved"
-"""Marks an attention node that rotates q and k by two tables behind its other inputs; 1 if pairs are neighbours."""
+"""Marks an attention node that rotates q and k by two tables after its other inputs; 1 if pairs are neighbours."""
 ROTARY_INPUTS = (len(UNPADDED_ATTENTION.inputs), len(UNPADDED_ATTENTION.inputs) + 1)
 """Which inputs of the node are the tables: cosine and sine, in the type of q, [rows, rotary_dim / 2]."""
 
@@ -43,7 +43,7 @@ def rotary_pass(
 
 def norm_pass() -> CountingPass:
     """:func:`fuse_norms` as a pass of a lowering."""
-    return Rewrite("norm-fuse", "an addition and the norm behind it are one kernel; gates need them apart", fuse_norms)
+    return Rewrite("norm-fuse", "an addition and the norm after it are one kernel; gates need them apart", fuse_norms)
 
 
 def rotary_rows(max_model_len: int, max_positions: int | None) -> int:
@@ -52,7 +52,7 @@ def rotary_rows(max_model_len: int, max_positions: int | None) -> int:
     return (length if max_positions is None else min(length, max_positions)) + kv_slack(_MAX_LOOKAHEAD)
 
 
-class _Side(NamedTuple):
+class _RotatedSide(NamedTuple):
     """q or k of one attention: what is rotated, and how to run it."""
 
     region: "Region"
@@ -86,9 +86,9 @@ def fuse_rotary(
         for index, side in enumerate(sides):
             rotated = side.region.value
             if rotated not in flat:
-                flat[rotated] = _flat_root(ir_model, node, side)
+                flat[rotated] = _emit_flat_root(ir_model, node, side)
             node.replace_input_with(index, flat[rotated])
-        set_inputs(node, ROTARY_INPUTS[0], _tables(ir_model, rotation, sides[0].region.value))
+        set_inputs(node, ROTARY_INPUTS[0], _add_rotary_tables(ir_model, rotation, sides[0].region.value))
         node.attributes.add(ir.AttrInt64(ROTARY_ATTRIBUTE, int(rotation.interleaved)))
     remove_dead_nodes(ir_model)
     return len(found)
@@ -96,8 +96,8 @@ def fuse_rotary(
 
 def _find_rotations(
     ir_model: "ir.Model", rows: int, limit: int | None
-) -> "list[tuple[ir.Node, tuple[_Side, _Side], Rotation]]":
-    from specexport.lowering.fuse_region import agrees, find_region, measure_rotation, position_nodes
+) -> "list[tuple[ir.Node, tuple[_RotatedSide, _RotatedSide], Rotation]]":
+    from specexport.lowering.fuse_region import find_region, is_same_rotation, measure_rotation, position_nodes
 
     graph = ir_model.graph
     order = {node: index for index, node in enumerate(graph)}
@@ -105,10 +105,10 @@ def _find_rotations(
     measured: dict[tuple[frozenset[str], int], Rotation | None] = {}
     found = []
     for node in attention_nodes(ir_model):
-        if not is_causal(node) or not appends(node):  # q and k are then not rotated alike
+        if not is_causal(node) or not has_appended_kv(node):  # q and k are then not rotated alike
             continue
         regions = [find_region(value, order, dependent, alone) for value in node.inputs[:2]]  # type: ignore[arg-type]
-        sides = _probe(ir_model, node, regions)
+        sides = _probe_sides(ir_model, node, regions)
         if sides is None:
             continue
         key = (sides[0].region.tables, sides[0].probe.dim)
@@ -117,12 +117,14 @@ def _find_rotations(
         rotation = measured[key]
         if rotation is None or 2 * rotation.cos.shape[1] > sides[0].probe.dim:
             continue
-        if all(agrees(side.probe, rotation, limit) for side in sides):
+        if all(is_same_rotation(side.probe, rotation, limit) for side in sides):
             found.append((node, sides, rotation))
     return found
 
 
-def _probe(ir_model: "ir.Model", node: "ir.Node", regions: "list[Region | None]") -> tuple[_Side, _Side] | None:
+def _probe_sides(
+    ir_model: "ir.Model", node: "ir.Node", regions: "list[Region | None]"
+) -> tuple[_RotatedSide, _RotatedSide] | None:
     from specexport.lowering.fuse_region import RegionProbe
 
     keys = node.inputs[3].shape  # type: ignore[union-attr]
@@ -137,13 +139,16 @@ def _probe(ir_model: "ir.Model", node: "ir.Node", regions: "list[Region | None]"
             probe = RegionProbe(region, ir_model.opset_imports[""], node.attributes[name].as_int(), dim)
         except ValueError:
             return None
-        sides.append(_Side(region, probe))
+        sides.append(_RotatedSide(region, probe))
     return sides[0], sides[1]
 
 
-def _flat_root(ir_model: "ir.Model", node: "ir.Node", side: _Side) -> "ir.Value":
+def _emit_flat_root(ir_model: "ir.Model", node: "ir.Node", side: _RotatedSide) -> "ir.Value":
     """The unrotated vectors as [T, heads*D], without a Transpose where there need be none."""
-    root, emit = _by_token(ir_model, side.region.root), Emitter(ir_model.graph, f"{side.region.value.name}.unrotated")
+    root, emit = (
+        _undo_transpose(ir_model, side.region.root),
+        Emitter(ir_model.graph, f"{side.region.value.name}.unrotated"),
+    )
     shape, heads, width = list(root.shape or ()), side.probe.heads, side.probe.heads * side.probe.dim
     if len(shape) == 4 and shape[1] == heads:
         root = emit.op("Transpose", root, perm=_ROW_PERM)
@@ -153,16 +158,16 @@ def _flat_root(ir_model: "ir.Model", node: "ir.Node", side: _Side) -> "ir.Value"
     return flat
 
 
-def _by_token(ir_model: "ir.Model", root: "ir.Value") -> "ir.Value":
+def _undo_transpose(ir_model: "ir.Model", root: "ir.Value") -> "ir.Value":
     """``root`` [1, heads, T, D] as it was by token before a Transpose; a norm over D moves in front of it."""
     node = root.producer()
     if node is None:
         return root
-    if _turns(node):
+    if _is_head_transpose(node):
         return node.inputs[0]  # type: ignore[return-value]
     turned = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
     over_last = node.op_type in NORMS and node.domain == "" and node.attributes.get_int("axis", -1) in (-1, 3)
-    if not over_last or turned is None or not _turns(turned) or turned.inputs[0].shape is None:  # type: ignore[union-attr]
+    if not over_last or turned is None or not _is_head_transpose(turned) or turned.inputs[0].shape is None:  # type: ignore[union-attr]
         return root
     source, emit = turned.inputs[0], Emitter(ir_model.graph)
     moved = emit.node(node.op_type, [source, *node.inputs[1:]], node.attributes, name=f"{node.name}.by_token")
@@ -172,12 +177,12 @@ def _by_token(ir_model: "ir.Model", root: "ir.Value") -> "ir.Value":
     return new
 
 
-def _turns(node: "ir.Node") -> bool:
+def _is_head_transpose(node: "ir.Node") -> bool:
     """Whether a node swaps heads and tokens."""
     return node.op_type == "Transpose" and tuple(node.attributes["perm"].as_ints()) == _ROW_PERM
 
 
-def _tables(ir_model: "ir.Model", rotation: "Rotation", rotated: "ir.Value") -> "list[ir.Value]":
+def _add_rotary_tables(ir_model: "ir.Model", rotation: "Rotation", rotated: "ir.Value") -> "list[ir.Value]":
     """Both tables in the type of what they turn, to which a model rounds its cosines and sines too."""
     values = []
     for kind, given in (("cos", rotation.cos), ("sin", rotation.sin)):
@@ -198,7 +203,7 @@ def remove_dead_nodes(ir_model: "ir.Model") -> None:
             ir_model.graph.remove(node, safe=True)
 
 
-def appends(node: "ir.Node") -> bool:
+def has_appended_kv(node: "ir.Node") -> bool:
     """Whether an ``UnpaddedAttention`` node appends keys and values to its caches."""
     return node.inputs[1] is not None
 
@@ -208,9 +213,9 @@ def rotary_kind(node: "ir.Node") -> str:
     return {-1: "", 0: "half", 1: "interleaved"}[node.attributes.get_int(ROTARY_ATTRIBUTE, -1)]
 
 
-def packed_qkv(tokens: "Sequence[ir.Value | None]") -> "ir.Value | None":
+def find_packed_qkv(tokens: "Sequence[ir.Value | None]") -> "ir.Value | None":
     """The tensor [1, T, W] that q, k and v are split from, with nothing but reshapes between."""
-    parts = [before_reshapes(value) for value in tokens]
+    parts = [skip_reshapes(value) for value in tokens]
     split = None if parts[0] is None else parts[0].producer()
     if split is None or split.op_type != "Split" or len(split.outputs) != 3 or list(split.outputs) != parts:
         return None
@@ -220,7 +225,7 @@ def packed_qkv(tokens: "Sequence[ir.Value | None]") -> "ir.Value | None":
     return whole if flat and over_last else None
 
 
-def before_reshapes(value: "ir.Value | None") -> "ir.Value | None":
+def skip_reshapes(value: "ir.Value | None") -> "ir.Value | None":
     """What a value is a reshape of, or the value itself: the same numbers in the same order."""
     while value is not None and (node := value.producer()) is not None and node.op_type in ("Reshape", "Squeeze"):
         value = node.inputs[0]
@@ -228,7 +233,7 @@ def before_reshapes(value: "ir.Value | None") -> "ir.Value | None":
 
 
 def fuse_norms(ir_model: "ir.Model") -> int:
-    """Join each residual addition of a lowered model with the norm behind it, in place; returns how many.
+    """Join each residual addition of a lowered model with the norm after it, in place; returns how many.
 
     In 16 bits the joined kernel adds and sums squares in float32 (machine code of onnxruntime-gpu 1.31.1 for sm 90),
     and rounds the sum that goes on. The norm alone reads a rounded sum; both round their result once.
@@ -237,13 +242,13 @@ def fuse_norms(ir_model: "ir.Model") -> int:
     for node in [n for n in ir_model.graph if n.op_type in NORMS and n.domain == ""]:
         value = node.inputs[0]
         add = None if value is None else value.producer()
-        if add is not None and _joins(add, node):
+        if add is not None and _can_join(add, node):
             _join_norm(ir_model, add, node)
             joined += 1
     return joined
 
 
-def _joins(add: "ir.Node", norm: "ir.Node") -> bool:
+def _can_join(add: "ir.Node", norm: "ir.Node") -> bool:
     """Whether the addition is of two tensors of one shape [1, T, width], and the norm over its last axis."""
     if add.op_type != "Add" or add.domain != "" or any(out.is_graph_output() for out in add.outputs):
         return False
@@ -254,10 +259,10 @@ def _joins(add: "ir.Node", norm: "ir.Node") -> bool:
     given = [x for x in norm.inputs[1:] if x is not None]
     whole = len(weights) == len(given) and all(s is not None and list(s) == [shapes[0][2]] for s in weights)
     only_result = all(not out.uses() for out in norm.outputs[1:])
-    return whole and only_result and norm.attributes.get_int("axis", -1) in (-1, 2) and _plain(norm)
+    return whole and only_result and norm.attributes.get_int("axis", -1) in (-1, 2) and _is_float32_norm(norm)
 
 
-def _plain(norm: "ir.Node") -> bool:
+def _is_float32_norm(norm: "ir.Node") -> bool:
     """Whether the norm computes in float32, which is all that the joined operator does."""
     return norm.attributes.get_int("stash_type", 1) == 1
 

@@ -108,7 +108,7 @@ class RegionProbe:
         options.log_severity_level = 3
         options.intra_op_num_threads = 1
         self.session = onnxruntime.InferenceSession(
-            _model_of(region, opset), options, providers=["CPUExecutionProvider"]
+            _extract_model(region, opset), options, providers=["CPUExecutionProvider"]
         )
 
     def run(self, x: Array, positions: npt.NDArray[np.int64]) -> Array:
@@ -123,7 +123,7 @@ class RegionProbe:
         return np.asarray(out, np.float32).reshape(rows, self.heads, self.dim)
 
 
-def _model_of(region: Region, opset: int) -> bytes:
+def _extract_model(region: Region, opset: int) -> bytes:
     import onnx_ir as ir
 
     whole = region.root.graph
@@ -133,11 +133,11 @@ def _model_of(region: Region, opset: int) -> bytes:
     graph.inputs[0].name = _ROOT
     graph.opset_imports.clear()
     graph.opset_imports[""] = opset
-    _widen(graph)
+    _widen_to_float32(graph)
     return bytes(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString())
 
 
-def _widen(graph: "ir.Graph") -> None:
+def _widen_to_float32(graph: "ir.Graph") -> None:
     """Let a region of 16-bit values compute in float32: what it does is asked for, not what it rounds."""
     import onnx_ir as ir
 
@@ -154,7 +154,7 @@ def _widen(graph: "ir.Graph") -> None:
 
 
 def measure_rotation(probe: RegionProbe, rows: int, limit: int | None = None) -> Rotation | None:
-    """The tables of positions 0 … rows-1 (the last repeated behind ``limit``); None for no rotary embedding."""
+    """The tables of positions 0 … rows-1 (the last repeated after ``limit``); None for no rotary embedding."""
     limit = rows if limit is None else min(rows, limit)
     dim = probe.dim
     one = np.zeros((2, probe.heads, dim), np.float32)
@@ -175,10 +175,10 @@ def measure_rotation(probe: RegionProbe, rows: int, limit: int | None = None) ->
         half = int(moved[1])
         cos, sin = out[:, :half], out[:, half : 2 * half]
     rotation = Rotation(np.ascontiguousarray(cos), np.ascontiguousarray(sin), interleaved)
-    return rotation if agrees(probe, rotation, limit) else None
+    return rotation if is_same_rotation(probe, rotation, limit) else None
 
 
-def agrees(probe: RegionProbe, rotation: Rotation, limit: int | None = None) -> bool:
+def is_same_rotation(probe: RegionProbe, rotation: Rotation, limit: int | None = None) -> bool:
     """Whether the region does to random vectors what the tables say, at positions spread over all below ``limit``."""
     random = np.random.default_rng(0)
     rows = len(rotation.cos) if limit is None else min(limit, len(rotation.cos))

@@ -24,7 +24,7 @@ from specexport.lowering.common import value_like
 from specexport.lowering.fuse import norm_pass
 from specexport.onnx_emit import Emitter, add_input, constant
 from specexport.passes.base import CountingPass, Rewrite
-from specexport.passes.residual_blocks import Dataflow, ResidualBlock, ResidualBlocks, SkipObstacle
+from specexport.passes.residual_blocks import Dataflow, ResidualBlock, ResidualBlocks, UnskippableLayer
 from specexport_runtime.abi import CONTEXT_ID, INPUT_IDS, LAYER_MASK, LOGIT_ROWS, SIMILARITY, WANT_SIMILARITY
 from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.executors.ort_gates import LAYER_ON
@@ -46,21 +46,21 @@ def gate_passes(
     return [norm_pass()] if fuse else []
 
 
-def _regions(graph: "ir.Graph", blocks: ResidualBlocks) -> "list[list[ir.Node]]":
+def _find_regions(graph: "ir.Graph", blocks: ResidualBlocks) -> "list[list[ir.Node]]":
     """The nodes of each block."""
     try:
         flow = Dataflow(graph)
-        return [flow.branch_of(block)[1] for block in blocks.blocks]
-    except SkipObstacle as obstacle:
+        return [flow.find_branch(block)[1] for block in blocks.blocks]
+    except UnskippableLayer as obstacle:
         raise CheckFailedError(f"the lowered graph has no clean layers: {obstacle}.") from obstacle
 
 
 def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks, *, separate: bool = False) -> int:
-    """Put every block behind a gate, in place, with one input, or ``separate`` ones as a GPU wants; gives G = 2N."""
+    """Put every block into a gate, in place, with one input, or ``separate`` ones as a GPU wants; gives G = 2N."""
     import onnx_ir as ir
 
     graph, gates = ir_model.graph, len(blocks.gate_kinds)
-    regions = _regions(graph, blocks)
+    regions = _find_regions(graph, blocks)
     names = [f"gate.{i // 2}.{(kind or 'none').lower().replace(' ', '_')}" for i, kind in enumerate(blocks.gate_kinds)]
     switches: Sequence[ir.Value]
     if separate:
@@ -68,7 +68,7 @@ def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks, *, separate: bool 
     else:
         switches = _split_mask(graph, names)
     wanted = add_input(graph, WANT_SIMILARITY.name, ir.DataType.BOOL, [1])
-    cosines = _Cosines(graph, wanted)
+    cosines = _CosineEmitter(graph, wanted)
     # Last to first: a block's residual is the value before it until that block is gated too.
     for block, region in reversed(list(zip(blocks.blocks, regions, strict=True))):
         gate, total = gate_block(graph, names[block.gate], switches[block.gate], block, region)
@@ -95,13 +95,13 @@ def _split_mask(graph: "ir.Graph", names: "Sequence[str]") -> "Sequence[ir.Value
 def gate_block(
     graph: "ir.Graph", name: str, switch: "ir.Value", block: ResidualBlock, region: "Sequence[ir.Node]"
 ) -> "tuple[ir.Node, ir.Value]":
-    """Move one block into an ``If``; returns it and the stream behind it."""
+    """Move one block into an ``If``; returns it and the stream after it."""
     import onnx_ir as ir
 
     add = block.total.producer()
-    assert add is not None  # noqa: S101 - branch_of has seen it
+    assert add is not None  # noqa: S101 - find_branch has seen it
     body = [*region, add]
-    kept = _passed_on(graph, block, body)
+    kept = _map_pass_through(graph, block, body)
     outputs = [value_like(old, str(old.name)) for old in kept]
     ins = [value_like(old, f"{name}.skipped.{at}") for at, old in enumerate(kept)]
     emit, skip = Emitter(graph), Emitter(graph)
@@ -120,7 +120,7 @@ def gate_block(
     return gate, outputs[0]
 
 
-def _passed_on(graph: "ir.Graph", block: ResidualBlock, body: "Sequence[ir.Node]") -> "dict[ir.Value, ir.Value]":
+def _map_pass_through(graph: "ir.Graph", block: ResidualBlock, body: "Sequence[ir.Node]") -> "dict[ir.Value, ir.Value]":
     """What leaves a block, and what stands in for it if the block does not run: the stream, then caches and states."""
     by_name = {value.name: value for value in graph.inputs}
     kept = {block.total: block.residual}
@@ -131,8 +131,8 @@ def _passed_on(graph: "ir.Graph", block: ResidualBlock, body: "Sequence[ir.Node]
     return kept
 
 
-class _Cosines:
-    """Adds the cosine of the stream before and after each mixer, right behind it: no stream need be kept."""
+class _CosineEmitter:
+    """Adds the cosine of the stream before and after each mixer, right after it: no stream need be kept."""
 
     def __init__(self, graph: "ir.Graph", wanted: "ir.Value") -> None:
         self._graph = graph
@@ -187,14 +187,14 @@ class _Cosines:
 def gate_prefix(ir_model: "ir.Model", blocks: ResidualBlocks) -> int:
     """Run attention and MLP only in steps that ask first heads, in place; returns the runtime's gates: 0."""
     graph = ir_model.graph
-    regions = _regions(graph, blocks)
-    switch = _asks_first(graph)
+    regions = _find_regions(graph, blocks)
+    switch = _emit_first_head_test(graph)
     for block, region in reversed(list(zip(blocks.blocks, regions, strict=True))):
         gate_block(graph, f"first.{block.layer}.{block.kind.lower()}", switch, block, region)
     return 0
 
 
-def _asks_first(graph: "ir.Graph") -> "ir.Value":
+def _emit_first_head_test(graph: "ir.Graph") -> "ir.Value":
     """Whether a step has no more tokens than logit rows, bool [1]: a first head reads one, a later one more."""
     import onnx_ir as ir
 

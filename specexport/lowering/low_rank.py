@@ -20,7 +20,7 @@ import numpy as np
 from specexport.onnx_emit import Emitter, add_input, constant, lazy_tensor
 from specexport.ops.spec import DIM_NAMES
 from specexport.passes.base import CountingPass, Rewrite
-from specexport.passes.block_linear import linear, of_floats
+from specexport.passes.block_linear import emit_block_linear, pack_floats
 from specexport.passes.low_rank import MARK, Adapter, LowRank
 from specexport_runtime.abi import ADAPTER_IDS, OP_DOMAIN
 
@@ -67,26 +67,26 @@ def expand_adapters(ir_model: "ir.Model", adapters: Sequence[Adapter]) -> int:
 
     graph = ir_model.graph
     sites = [
-        _site(node)
+        _read_site(node)
         for node in ir.traversal.RecursiveGraphIterator(graph)
         if (node.op_type, node.domain) == (MARK, OP_DOMAIN)
     ]
     if not sites:
         return 0
     ids = add_input(graph, ADAPTER_IDS.name, ir.DataType.INT64, [DIM_NAMES["T"]])
-    chosen = _Chosen(graph, ids, len(adapters))
+    chosen = _AdapterTokens(graph, ids, len(adapters))
     for site in sites:
         _expand(graph, site, adapters, chosen)
     chosen.place()
     return len(sites)
 
 
-def _site(node: "ir.Node") -> _Site:
+def _read_site(node: "ir.Node") -> _Site:
     parts, widths = node.attributes["parts"].as_strings(), node.attributes["widths"].as_ints()
     return _Site(node, tuple(parts), tuple(widths))
 
 
-class _Chosen:
+class _AdapterTokens:
     """Which tokens of a step have which adapter: computed once a step."""
 
     def __init__(self, graph: "ir.Graph", ids: "ir.Value", count: int) -> None:
@@ -102,7 +102,7 @@ class _Chosen:
         self._places: dict[tuple[tuple[int, ...], int], ir.Value] = {}
 
     def places(self, adapters: tuple[int, ...], rank: int) -> "ir.Value":
-        """Where in a tensor [T, N] (``rank`` 2) or [1, T, N] (3) rows of these adapters go, one behind the other."""
+        """Where in a tensor [T, N] (``rank`` 2) or [1, T, N] (3) rows of these adapters go, one after the other."""
         key = adapters, rank
         if key not in self._places:
             emit, tokens = self._emit, [self.tokens[number] for number in adapters]
@@ -119,7 +119,7 @@ class _Chosen:
         self._emit.place(before=self._graph[0])
 
 
-def _expand(graph: "ir.Graph", site: _Site, adapters: Sequence[Adapter], chosen: _Chosen) -> None:
+def _expand(graph: "ir.Graph", site: _Site, adapters: Sequence[Adapter], chosen: _AdapterTokens) -> None:
     """Put the products of one layer in the place of its mark."""
     out, source = site.node.inputs[:2]
     assert out is not None and source is not None and source.shape is not None  # noqa: S101 PT018 - marked so
@@ -131,7 +131,7 @@ def _expand(graph: "ir.Graph", site: _Site, adapters: Sequence[Adapter], chosen:
         added = [run.op("Concat", *added, axis=rank - 2)]
     emit, owner = Emitter(graph, site.stem), site.node.graph
     assert owner is not None  # noqa: S101 - it was found there
-    rows = _gated(emit, chosen.any, _typed(added[0], rank, width), run, rank)
+    rows = _emit_gated(emit, chosen.any, _set_type(added[0], rank, width), run, rank)
     result = emit.op("ScatterND", out, chosen.places(numbers, rank), rows, shape=out.shape, reduction="add")
     old = site.node.outputs[0]
     owner.insert_before(site.node, emit.nodes)
@@ -139,7 +139,7 @@ def _expand(graph: "ir.Graph", site: _Site, adapters: Sequence[Adapter], chosen:
     owner.remove(site.node, safe=True)
 
 
-def _gated(emit: Emitter, wanted: "ir.Value", rows: "ir.Value", run: Emitter, rank: int) -> "ir.Value":
+def _emit_gated(emit: Emitter, wanted: "ir.Value", rows: "ir.Value", run: Emitter, rank: int) -> "ir.Value":
     """``rows``, which ``run`` computes, where they are wanted; else none."""
     import onnx_ir as ir
 
@@ -147,15 +147,15 @@ def _gated(emit: Emitter, wanted: "ir.Value", rows: "ir.Value", run: Emitter, ra
     width = int(str(rows.shape[-1]))
     # Not an initializer: the graph for padded KV, which shares the weights of one with gates, has this branch alone.
     skip, empty = Emitter(emit.graph, f"{rows.name}.skip"), np.zeros((1, 0, width)[3 - rank :], np.float32)
-    nothing = _typed(skip.node("Constant", [], {"value": ir.tensor(empty)}).outputs[0], rank, width)
+    nothing = _set_type(skip.node("Constant", [], {"value": ir.tensor(empty)}).outputs[0], rank, width)
     branches = {
         "then_branch": ir.Graph([], [rows], nodes=run.nodes, name=f"{rows.name}.then"),
         "else_branch": ir.Graph([], [nothing], nodes=skip.nodes, name=f"{rows.name}.else"),
     }
-    return _typed(emit.node("If", [wanted], branches).outputs[0], rank, width)
+    return _set_type(emit.node("If", [wanted], branches).outputs[0], rank, width)
 
 
-def _typed(value: "ir.Value", rank: int, width: int) -> "ir.Value":
+def _set_type(value: "ir.Value", rank: int, width: int) -> "ir.Value":
     """``value`` with its type; how many rows it has, the step decides."""
     import onnx_ir as ir
 
@@ -183,11 +183,11 @@ def _linear(
     emit: Emitter, source: "ir.Value", name: str, shape: list[int], make: Callable[[], np.ndarray]
 ) -> "ir.Value":
     """A product with a float weight [N, K]."""
-    return linear(emit, source, name, of_floats(lazy_tensor(name, "FLOAT", shape, make), turned=True))
+    return emit_block_linear(emit, source, name, pack_floats(lazy_tensor(name, "FLOAT", shape, make), turned=True))
 
 
 def _blocks(site: _Site, adapter: Adapter) -> Iterator[_Block]:
-    """The layers of a site that an adapter changes; what it leaves alone goes to the one before, or behind it."""
+    """The layers of a site that an adapter changes; what it leaves alone goes to the one before, or after it."""
     before, start, pending = 0, 0, None
     for part, width in zip(site.parts, site.widths, strict=True):
         own = adapter.get(part)

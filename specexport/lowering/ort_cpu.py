@@ -18,12 +18,12 @@ import numpy as np
 
 from specexport.channel_ranges import CacheRange, FloatVector
 from specexport.lowering.common import drop_unused_step_inputs, is_causal
-from specexport.lowering.fuse import ROTARY_INPUTS, appends, packed_qkv, remove_dead_nodes, rotary_kind
+from specexport.lowering.fuse import ROTARY_INPUTS, find_packed_qkv, has_appended_kv, remove_dead_nodes, rotary_kind
 from specexport.lowering.recurrence import lower_recurrences
 from specexport.onnx_emit import Emitter, add_input, constant, set_inputs
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport.passes.base import CountingPass, Rewrite, attention_nodes
-from specexport.passes.block_experts import put_float_experts
+from specexport.passes.block_experts import replace_float_experts
 from specexport_runtime.abi import KV_POSITIONS, OP_DOMAIN, OP_NAME, PARENTS, POSITIONS, STATE_STEPS
 from specexport_runtime.errors import CheckFailedError
 
@@ -58,7 +58,7 @@ def operator_passes(*, padded_kv: bool = False, trees: bool = False) -> list[Cou
     attention = partial(_lower_attention, padded_kv=padded_kv, trees=trees)
     return [
         Rewrite("recurrence-lower", "recurrences become functions over the session's kernels", lower_recurrences),
-        Rewrite("float-experts", "experts that no pass has taken: no session has our operator", put_float_experts),
+        Rewrite("float-experts", "experts that no pass has taken: no session has our operator", replace_float_experts),
         Rewrite("value-by-value", "a token's bits must not depend on the step it is in", make_value_by_value),
         Rewrite("attention-lower", "our operator reads caches in place; unread step inputs go", attention),
     ]
@@ -80,21 +80,21 @@ def _lower_attention(ir_model: "ir.Model", *, padded_kv: bool, trees: bool) -> i
         add_input(graph, KV_POSITIONS.name, ir.DataType.INT64, shape)
         told = {value.name: value for value in graph.inputs if value.name in (POSITIONS.name, KV_POSITIONS.name)}
     has_states = any(value.name == STATE_STEPS.name for value in graph.inputs)
-    if trees and nodes and not has_states and all(is_causal(node) and appends(node) for node in nodes):
+    if trees and nodes and not has_states and all(is_causal(node) and has_appended_kv(node) for node in nodes):
         told[PARENTS.name] = add_input(graph, PARENTS.name, ir.DataType.INT64, [DIM_NAMES["T"]])
     for node in nodes:
         if padded_kv and not is_causal(node):
             raise CheckFailedError(f"{node.name}: a padded-KV graph has causal attention only.")
-        _replace(ir_model, node, told)
+        _replace_attention(ir_model, node, told)
     remove_dead_nodes(ir_model)  # what a packed tensor was split by
     drop_unused_step_inputs(ir_model)
     return len(nodes)
 
 
-def _replace(ir_model: "ir.Model", node: "ir.Node", told: "dict[str, ir.Value | None]") -> None:
+def _replace_attention(ir_model: "ir.Model", node: "ir.Node", told: "dict[str, ir.Value | None]") -> None:
     names = [*(item.name for item in UNPADDED_ATTENTION.inputs), *_FUSED]
     given = dict(zip(names, node.inputs, strict=False)) | told
-    packed = packed_qkv(node.inputs[:3])
+    packed = find_packed_qkv(node.inputs[:3])
     if packed is not None:
         given |= {"q": packed, "k": None, "v": None}
     attributes: dict[str, Any] = {
@@ -105,7 +105,7 @@ def _replace(ir_model: "ir.Model", node: "ir.Node", told: "dict[str, ir.Value | 
     inputs = [given.get(name) for name in INPUTS]
     while inputs[-1] is None:
         inputs.pop()
-    emit, appended = Emitter(ir_model.graph), appends(node)
+    emit, appended = Emitter(ir_model.graph), has_appended_kv(node)
     made = emit.node(OP_NAME, inputs, attributes, outputs=len(node.outputs), domain=OP_DOMAIN, name=node.name)
     emit.replace(node, made.outputs)
     if not appended:
@@ -119,14 +119,14 @@ def make_value_by_value(ir_model: "ir.Model") -> int:
     changed = 0
     for node in [node for node in ir_model.graph if node.domain == ""]:
         if node.op_type == "Softplus" and node.outputs[0].dtype in (None, ir.DataType.FLOAT):
-            _gate(ir_model, node)
-        elif node.op_type not in _WHOLE_ONLY or not _widen(ir_model, node):
+            _replace_softplus(ir_model, node)
+        elif node.op_type not in _WHOLE_ONLY or not _pad_last_axis(ir_model, node):
             continue
         changed += 1
     return changed
 
 
-def _gate(ir_model: "ir.Model", node: "ir.Node") -> None:
+def _replace_softplus(ir_model: "ir.Model", node: "ir.Node") -> None:
     """Softplus by a kernel that goes value by value."""
     value = node.inputs[0]
     emit = Emitter(ir_model.graph, f"{node.name}.softplus")
@@ -137,7 +137,7 @@ def _gate(ir_model: "ir.Model", node: "ir.Node") -> None:
     ir_model.opset_imports.setdefault(_CONTRIB, 1)
 
 
-def _widen(ir_model: "ir.Model", node: "ir.Node") -> bool:
+def _pad_last_axis(ir_model: "ir.Model", node: "ir.Node") -> bool:
     """Fill the last axis up, so that a tensor has no last values."""
     value = node.inputs[0]
     shape = None if value is None else value.shape
@@ -159,7 +159,7 @@ def _widen(ir_model: "ir.Model", node: "ir.Node") -> bool:
 
 
 def use_int8_caches(ir_model: "ir.Model", ranges: Sequence[CacheRange]) -> int:
-    """Let attention keep its caches in int8, in place, behind all passes and fusions; ``ranges`` has one a layer."""
+    """Let attention keep its caches in int8, in place, after all passes and fusions; ``ranges`` has one a layer."""
     import onnx_ir as ir
 
     nodes = list(attention_nodes(ir_model))

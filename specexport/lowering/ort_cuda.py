@@ -8,7 +8,7 @@ A block holds 256 entries: the fused kernel wants a multiple of 256 for head siz
 above, and the operator a power of two.
 
 The kernel knows one head size, a multiple of 8, for keys and values. Others take zeros at the end of each head, which
-changes no dot product, and lose them again behind the kernel.
+changes no dot product, and lose them again after the kernel.
 
 Source: the operator's schema in onnxruntime 1.31 (docs/ContribOperators.md, docs/contrib_ops/cuda/paged_attention.md).
 """
@@ -25,7 +25,7 @@ from specexport.lowering.common import (
     widen_top_k,
 )
 from specexport.lowering.fuse import remove_dead_nodes
-from specexport.lowering.paged_tokens import fused_tokens, takes_rotation
+from specexport.lowering.paged_tokens import build_paged_tokens, can_rotate_heads
 from specexport.onnx_emit import Emitter, add_input, constant
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport.passes.base import CountingPass, Rewrite, attention_nodes
@@ -56,7 +56,11 @@ def operator_passes() -> list[CountingPass]:
         Rewrite("attention-lower", "a kernel over packed tokens and paged caches; adds token_ids", _lower_attention),
         norm_type_pass(),
         Rewrite("top-k-widen", "opset 24 has no TopK of bfloat16", widen_top_k),
-        Rewrite("split-slice", "the kernel of uneven splits reads host memory, which no recording holds", slice_uneven),
+        Rewrite(
+            "split-slice",
+            "the kernel of uneven splits reads host memory, which no recording holds",
+            replace_uneven_splits,
+        ),
     ]
 
 
@@ -66,15 +70,15 @@ def _lower_attention(ir_model: "ir.Model") -> int:
     return attach_paged_attention(ir_model)
 
 
-def takes_turns(node: "ir.Node", rotation: "Rotation") -> bool:
+def can_fuse_rotation(node: "ir.Node", rotation: "Rotation") -> bool:
     """Whether the kernel of an attention node takes a rotation."""
-    return takes_rotation(paged_head_size(_geometry(node)), rotation.cos.shape[1])
+    return can_rotate_heads(paged_head_size(_read_geometry(node)), rotation.cos.shape[1])
 
 
 def attach_paged_attention(ir_model: "ir.Model") -> int:
     """``PagedAttention`` for each attention, and ``token_ids``, for any float dtype: float32 has no kernel."""
     nodes = list(attention_nodes(ir_model))
-    geometries = [_geometry(node) for node in nodes]
+    geometries = [_read_geometry(node) for node in nodes]
     for node in nodes:
         require_causal(node, "ONNX Runtime's paged attention")
     shared = _step_inputs(ir_model) if nodes else {}
@@ -88,7 +92,7 @@ def attach_paged_attention(ir_model: "ir.Model") -> int:
     return len(nodes)
 
 
-def slice_uneven(ir_model: "ir.Model") -> int:
+def replace_uneven_splits(ir_model: "ir.Model") -> int:
     """Slices in the place of each Split that a CUDA graph cannot hold, in place; returns how many there were.
 
     The CUDA kernel takes equal parts, and three parts of the last axis, from its arguments. For others it copies their
@@ -130,7 +134,7 @@ def _refuse_dtype(node: "ir.Node") -> None:
         )
 
 
-def _geometry(node: "ir.Node") -> LayerGeometry:
+def _read_geometry(node: "ir.Node") -> LayerGeometry:
     """Cache sizes of a layer, checked against the kernel's limits."""
     given = _named_inputs(node)
     sizes = []
@@ -184,9 +188,9 @@ def _replace(ir_model: "ir.Model", node: "ir.Node", geometry: LayerGeometry, sha
     num_heads, scale, window, softcap = (node.attributes[key] for key in ("num_heads", "scale", "window", "softcap"))
     emit = Emitter(ir_model.graph)
     heads = (num_heads.as_int(), geometry.kv_heads, geometry.kv_heads)
-    fused = fused_tokens(emit, node, geometry)
+    fused = build_paged_tokens(emit, node, geometry)
     tokens = [
-        _widen(emit, value, count, given_size, size)
+        _pad_heads(emit, value, count, given_size, size)
         for value, count, given_size in zip(
             fused.tokens, heads, (geometry.k_dim, geometry.k_dim, geometry.v_dim), strict=True
         )
@@ -208,12 +212,12 @@ def _replace(ir_model: "ir.Model", node: "ir.Node", geometry: LayerGeometry, sha
         **fused.attributes,
     }
     paged = emit.node("PagedAttention", inputs, attributes, outputs=3, domain=_CONTRIB, name=node.name)
-    output = _narrow(emit, paged.outputs[0], heads[0], geometry.v_dim, size)
+    output = _unpad_heads(emit, paged.outputs[0], heads[0], geometry.v_dim, size)
     emit.replace(node, [output, *paged.outputs[1:]])
 
 
-def _widen(emit: Emitter, tokens: "ir.Value | None", heads: int, given: int, size: int) -> "ir.Value | None":
-    """[T, heads*given] to [T, heads*size], zeros behind each head: a product, as Pad has no bfloat16 kernel."""
+def _pad_heads(emit: Emitter, tokens: "ir.Value | None", heads: int, given: int, size: int) -> "ir.Value | None":
+    """[T, heads*given] to [T, heads*size], zeros after each head: a product, as Pad has no bfloat16 kernel."""
     if given == size or tokens is None or tokens.dtype is None:
         return tokens
     eye = np.eye(given, size).astype(tokens.dtype.numpy())
@@ -223,7 +227,7 @@ def _widen(emit: Emitter, tokens: "ir.Value | None", heads: int, given: int, siz
     return emit.op("Reshape", emit.op("MatMul", emit.op("Reshape", tokens, split), wide), join)
 
 
-def _narrow(emit: Emitter, tokens: "ir.Value", heads: int, wanted: int, size: int) -> "ir.Value":
+def _unpad_heads(emit: Emitter, tokens: "ir.Value", heads: int, wanted: int, size: int) -> "ir.Value":
     """[T, heads*size] to [T, heads*wanted], without the zeros."""
     if wanted == size:
         return tokens

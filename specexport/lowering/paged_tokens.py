@@ -9,7 +9,7 @@ Source: the operator's schema and CUDA kernels in onnxruntime 1.31 (paged_attent
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from specexport.lowering.fuse import ROTARY_INPUTS, before_reshapes, packed_qkv, rotary_kind
+from specexport.lowering.fuse import ROTARY_INPUTS, find_packed_qkv, rotary_kind, skip_reshapes
 from specexport.onnx_emit import Emitter
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.paged import paged_head_size
@@ -36,12 +36,12 @@ class _Norm(NamedTuple):
     epsilon: float
 
 
-def takes_rotation(size: int, table_width: int) -> bool:
+def can_rotate_heads(size: int, table_width: int) -> bool:
     """Whether the kernel rotates the first ``2 * table_width`` of ``size`` channels a head."""
     return size % _HEAD_MULTIPLE == 0 and table_width % _TABLE_MULTIPLE == 0 and 2 * table_width <= size
 
 
-def fused_tokens(emit: Emitter, node: "ir.Node", geometry: LayerGeometry) -> PagedTokens:
+def build_paged_tokens(emit: Emitter, node: "ir.Node", geometry: LayerGeometry) -> PagedTokens:
     """Tokens of an ``UnpaddedAttention`` node, with all that the kernel does to them left to it."""
     tokens: list[ir.Value | None] = list(node.inputs[:3])
     inputs: dict[int, ir.Value] = {}
@@ -54,12 +54,12 @@ def fused_tokens(emit: Emitter, node: "ir.Node", geometry: LayerGeometry) -> Pag
     size, heads = paged_head_size(geometry), (node.attributes["num_heads"].as_int(), geometry.kv_heads)
     if geometry.k_dim != size or geometry.v_dim != size:
         return PagedTokens(tokens, inputs, attributes)  # heads are filled up, each for itself
-    norms = [_norm_of(value, size) for value in tokens[:2]]
+    norms = [_find_norm(value, size) for value in tokens[:2]]
     if norms[0] is not None and norms[1] is not None and norms[0].epsilon == norms[1].epsilon:
         tokens[:2] = [norm.source for norm in norms if norm is not None]
         inputs |= {index: norm.weight for index, norm in zip(_NORM_INPUTS, norms, strict=True) if norm is not None}
         attributes["qk_norm_epsilon"] = norms[0].epsilon
-    packed, width = packed_qkv(tokens), (heads[0] + 2 * heads[1]) * size
+    packed, width = find_packed_qkv(tokens), (heads[0] + 2 * heads[1]) * size
     if packed is not None and packed.shape is not None and packed.shape[2] == width:
         return PagedTokens([emit.reshape(packed, [-1, width]), None, None], inputs, attributes)
     for index, count in enumerate(heads):
@@ -69,9 +69,9 @@ def fused_tokens(emit: Emitter, node: "ir.Node", geometry: LayerGeometry) -> Pag
     return PagedTokens(tokens, inputs, attributes)
 
 
-def _norm_of(value: "ir.Value | None", size: int) -> _Norm | None:
+def _find_norm(value: "ir.Value | None", size: int) -> _Norm | None:
     """The norm of each head that gives ``value``, where the kernel's is the same; None for any other."""
-    value = before_reshapes(value)
+    value = skip_reshapes(value)
     node = None if value is None else value.producer()
     if node is None or node.op_type != "RMSNormalization" or node.attributes.get_int("stash_type", 1) != 1:
         return None

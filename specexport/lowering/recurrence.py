@@ -2,7 +2,7 @@
 
 A ``Scan`` over cache rows runs each row by itself. ``com.microsoft.LinearAttention`` works through
 its tokens one after another, so that a token has the same bits in a step of any width; once up to the last token that
-is for good, which leaves the state in place, and once more behind it for drafts, whose state is not kept.
+is for good, which leaves the state in place, and once more after it for drafts, whose state is not kept.
 
 Inputs and outputs of a row share memory. So what is written to it is made of copies: of ``x`` and ``seen`` below.
 """
@@ -95,7 +95,7 @@ def lower_recurrences(ir_model: "ir.Model") -> int:
         given = dict(zip((item.name for item in spec.inputs), node.inputs, strict=False))
         present = [item.name for item in spec.inputs if given.get(item.name) is not None]
         names = [name for name in present if name != "cu_new_tokens"]
-        text, attributes = _text(spec, node, given, names)
+        text, attributes = _format_function(spec, node, given, names)
         function = _parse_function(text, ir_model.opset_imports[""])
         ir_model.functions.setdefault(function.identifier(), function)
         emit = Emitter(ir_model.graph)
@@ -116,7 +116,7 @@ def _parse_function(text: str, opset: int) -> "ir.Function":
     return function
 
 
-def _text(
+def _format_function(
     spec: OpSpec, node: "ir.Node", given: "dict[str, ir.Value | None]", names: list[str]
 ) -> "tuple[str, dict[str, Any]]":
     """The function of one node, and its attributes. Sizes are numbers in it: symbols would mean the same everywhere."""
@@ -130,7 +130,7 @@ def _text(
     attributes: dict[str, Any] = {"out_shape": [-1, out_width]}
     pack = ""
     if spec is LINEAR_ATTENTION:
-        row, kind = _attend_row(parts, out_width)
+        row, kind = _format_attention_row(parts, out_width)
         heads = {name: node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads")}
         attributes |= {**heads, "scale": node.attributes["scale"].as_float(), "sizes": sizes}
         pack, kind = f"  x = Concat<axis = 1>({', '.join(parts)})", kind + f"{heads['num_heads']}x"
@@ -149,7 +149,7 @@ def _text(
     return text, attributes
 
 
-def _attend_row(parts: Sequence[str], out_width: int) -> tuple[str, str]:
+def _format_attention_row(parts: Sequence[str], out_width: int) -> tuple[str, str]:
     """One row of linear attention, and the kernel's name for what it does."""
     rule = {(): "linear", ("decay",): "gated", ("beta",): "delta"}.get(tuple(parts[3:]), "gated_delta")
     named = {

@@ -17,12 +17,12 @@ A layer takes one of these forms (``choose_form``):
 ``explicit``      matmuls, masking and softmax written out: softcap, sinks, and sizes or dtypes for
                   which there is no fused kernel.
 
-The fused forms are for what is not folded: where the masks would be too large (``mask_heads``), or F is 1.
+The fused forms are for what is not folded: where the masks would be too large (``count_mask_heads``), or F is 1.
 
 There TensorRT copies a layer's keys and values before its attention reads them, repeated for every query
 head, where a row has more than one query. Folded, nothing is copied to decode or verify, nor for a prefill from compute
 capability 8.9 on (8.0 copies). Two things are given for that. Each head needs a separate mask, which grows with the
-tokens of a prefill (``mask_heads``). And the queries are outputs of the graph, all in one memory: TensorRT copies the
+tokens of a prefill (``count_mask_heads``). And the queries are outputs of the graph, all in one memory: TensorRT copies the
 caches for the sake of a layout that it chooses for the queries, and cannot choose where others see them.
 
 Fused attention is emitted with ``TRT_decomposable=0``: where TensorRT has no kernel, the build fails and nothing runs
@@ -38,7 +38,7 @@ that share a key/value head are folded into the query axis, so that neither keys
 
 from typing import TYPE_CHECKING, Any
 
-from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, is_causal, refuse_slopes, take_place
+from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, is_causal, refuse_slopes, replace_value
 from specexport.lowering.trt_step import AlignedStep, Attention, MaskKind, emit_step
 from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
@@ -108,7 +108,7 @@ def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) 
     return forms
 
 
-def mask_heads(ir_model: "ir.Model", *, fold: int) -> int:
+def count_mask_heads(ir_model: "ir.Model", *, fold: int) -> int:
     """Query heads of all masks, were the layers folded: a mask has a byte for each head, row, slot and cache entry."""
     layers = [read_attention(node, i) for i, node in enumerate(attention_nodes(ir_model))]
     kinds = {mask_kind(layer, FOLDED) for layer in layers if choose_form(layer, fold=fold) == FOLDED}
@@ -228,7 +228,7 @@ def _fix_shape(cache: "ir.Value", heads: int, capacity: int, size: int) -> None:
 def _replace(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
     new.type = old.type if old.type is not None else new.type
     new.shape = old.shape
-    take_place(ir_model, old, new)
+    replace_value(ir_model, old, new)
 
 
 def emit_explicit(

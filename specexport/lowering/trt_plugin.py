@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from specexport.kernels.signatures import MODEL_DTYPES
 from specexport.kernels.spec import KernelSpec
-from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, require_causal, take_place
+from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, replace_value, require_causal
 from specexport.lowering.trt_native import read_attention
 from specexport.lowering.trt_step import Attention
 from specexport.onnx_emit import Emitter
@@ -90,7 +90,7 @@ def _attention_spec(layer: Attention, index: int, kv_capacity: int, num_splits: 
 def _lower_layer(ir_model: "ir.Model", layer: Attention, spec: KernelSpec, index: int, kv_capacity: int) -> None:
     import onnx_ir as ir
 
-    append = replace(_plain(spec, "kv_append"), num_heads=spec.kv_num_heads)
+    append = replace(_without_attention_options(spec, "kv_append"), num_heads=spec.kv_num_heads)
     sizes = {"Hq": spec.num_heads, "D": spec.head_size, "Dv": spec.v_head_size, "S": spec.num_splits}
     sizes |= {"H": spec.kv_num_heads, "L": kv_capacity, "Hq*Dv": spec.num_heads * spec.v_head_size}
     known = dict(layer.tensors)
@@ -101,17 +101,21 @@ def _lower_layer(ir_model: "ir.Model", layer: Attention, spec: KernelSpec, index
         known["sinks"] = emit.op(
             "Cast", known["sinks"], to=int(layer.dtype), dtype=layer.dtype, name=f"attention.{index}.sinks"
         )
-    for kernel in (append, spec, *([_plain(spec, "combine_splits")] if spec.num_splits > 1 else [])):
+    for kernel in (
+        append,
+        spec,
+        *([_without_attention_options(spec, "combine_splits")] if spec.num_splits > 1 else []),
+    ):
         made = _emit_plugin(emit, kernel, known, sizes, layer.dtype, f"attention.{index}.{kernel.kernel}")
         known |= dict(zip(_outputs(kernel), made, strict=True))
         known |= {name: known[f"{name}_out"] for name in ("k_cache", "v_cache")}  # what follows reads the new entries
     emit.place(before=layer.node)
     for old, name in zip(layer.node.outputs, ("output", "k_cache_out", "v_cache_out"), strict=True):
-        take_place(ir_model, old, known[name])
+        replace_value(ir_model, old, known[name])
     ir_model.graph.remove(layer.node, safe=True)
 
 
-def _plain(spec: KernelSpec, kernel: str) -> KernelSpec:
+def _without_attention_options(spec: KernelSpec, kernel: str) -> KernelSpec:
     """Another kernel of the same layer, without what only attention depends on: layers then share its plugin."""
     splits = spec.num_splits if kernel == "combine_splits" else 1
     return replace(spec, kernel=kernel, scale=1.0, window=-1, softcap=0.0, sinks=False, num_splits=splits)

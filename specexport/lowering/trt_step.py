@@ -18,7 +18,7 @@ class MaskKind(NamedTuple):
 
     window: int  # positions a token sees, its own included; -1 for all
     heads: int = 0  # query heads that are folded, see ``trt_native``; 0 for a mask that all heads share
-    # a token sees nothing behind itself; False: all of its row (the window bounds what lies before it)
+    # a token sees nothing after itself; False: all of its row (the window bounds what lies before it)
     causal: bool = True
 
 
@@ -86,7 +86,7 @@ def emit_masks(
     for heads in sorted({kind.heads for kind in kinds}):
         if heads:
             by_token = emit.op("Transpose", emit.reshape(limit, [0, -1, fold]), perm=[0, 2, 1])  # [B, F, W/F]
-            by_head = emit.op("Tile", by_token, emit.const([1, heads, 1]))  # a head's tokens one behind the other
+            by_head = emit.op("Tile", by_token, emit.const([1, heads, 1]))  # a head's tokens one after the other
             seen_to = emit.op("Unsqueeze", by_head, emit.const([3]))
         else:
             seen_to = emit.op("Unsqueeze", limit, emit.const([1, 3]))
@@ -116,4 +116,4 @@ class Attention(NamedTuple):
     window: int  # entries a token sees, its own included; -1 for all
     softcap: float  # 0 for off
     dtype: "ir.DataType"  # of caches and activations
-    causal: bool = True  # tokens see nothing behind themselves
+    causal: bool = True  # tokens see nothing after themselves

@@ -79,7 +79,7 @@ def unpadded_attention(
         scale: factor on every score.
         window: positions a token sees, its own included; -1 for all.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 for off.
-        causal: 0 lets a token see what comes behind it in its row too.
+        causal: 0 lets a token see what comes after it in its row too.
 
     Returns:
         output [T, num_heads*Dv] (zeros for a token that sees nothing) and the two caches, all float64; entries beyond a
@@ -111,7 +111,7 @@ def unpadded_attention(
 
 
 Advance = Callable[[Array, Array], tuple[Array, Array]]
-"""From a state and what one token gives to the state behind it and the token's output."""
+"""From a state and what one token gives to the state after it and the token's output."""
 
 
 def linear_attention(
@@ -146,7 +146,7 @@ def linear_attention(
         scale: factor on the output.
 
     Returns:
-        output [T, kv_num_heads*Dv], states and pending entries, all float64. Pending entries behind the drafts are as
+        output [T, kv_num_heads*Dv], states and pending entries, all float64. Pending entries after the drafts are as
         they were.
     """
     parts = [part for part in (q, k, v, decay, beta) if part is not None]
@@ -168,7 +168,9 @@ def linear_attention(
             attended[head] = scale * (after[head].T @ own)
         return after, attended.ravel()
 
-    return _run(advance, np.concatenate(parts, axis=1), v.shape[1], state, pending, state_steps, cu_new_tokens)
+    return _run_recurrence(
+        advance, np.concatenate(parts, axis=1), v.shape[1], state, pending, state_steps, cu_new_tokens
+    )
 
 
 def causal_conv(
@@ -204,13 +206,13 @@ def causal_conv(
         output = (seen * taps).sum(axis=0) + (0.0 if bias is None else bias)
         return seen[1:], output / (1 + np.exp(-output)) if silu else output
 
-    return _run(advance, x, x.shape[1], state, pending, state_steps, cu_new_tokens)
+    return _run_recurrence(advance, x, x.shape[1], state, pending, state_steps, cu_new_tokens)
 
 
-def _run(
+def _run_recurrence(
     advance: Advance, x: Array, width: int, state: Array, pending: Array, state_steps: Array, cu_new_tokens: Array
 ) -> tuple[Array, Array, Array]:
-    """Every row: what is for good, then the drafts, from the state behind that."""
+    """Every row: what is for good, then the drafts, from the state after that."""
     states, waiting, output = state.astype(np.float64), pending.astype(np.float64), np.zeros((len(x), width))
     for row, (settled, drafts, certain, drafted) in enumerate(state_steps.tolist()):
         first = int(cu_new_tokens[row])

@@ -9,7 +9,7 @@ A recurrence has no positions that could be forgotten, so drafts must not enter 
 Rollback is arithmetic, as it is for a KV cache. ::
 
     state  |  pending: [ p0 p1 | p2 ]  +  tokens: [ t0 t1 | t2 t3 ]
-              for good: p0 p1, then t0 t1 (no token is for good behind a draft)
+              for good: p0 p1, then t0 t1 (no token is for good after a draft)
               drafts:   p2, then t2 t3  ─▶ pending of the next step
 
 ``state_steps`` of a row are these four counts: pending entries for good, pending drafts, tokens for good, draft tokens.
@@ -117,7 +117,7 @@ UNPADDED_ATTENTION = OpSpec(
         OpAttribute("scale", "float"),
         OpAttribute("window", "int", -1),  # a token sees itself and the window-1 tokens before it; -1: all
         OpAttribute("softcap", "float", 0.0),  # scores become softcap*tanh(score/softcap); 0: off
-        OpAttribute("causal", "int", 1),  # 0: a token also sees the tokens of its row that come behind it in the step
+        OpAttribute("causal", "int", 1),  # 0: a token also sees the tokens of its row that come after it in the step
     ),
     outputs=(
         OpInput("output", "model", ("T", "Hq*Dv")),
@@ -129,13 +129,13 @@ UNPADDED_ATTENTION = OpSpec(
 
 Row ``b`` owns tokens ``[cu_new_tokens[b], cu_new_tokens[b+1])``; token ``j`` of it is written to cache entry
 ``kv_lens[b] + j`` and sees entries ``0 … kv_lens[b] + j``, or, with ``causal`` 0, all entries up to the row's last new
-token; a window bounds what lies before a token, never what lies behind it. Entries at and beyond
+token; a window bounds what lies before a token, never what lies after it. Entries at and beyond
 ``kv_lens[b] + (new tokens)`` are undefined afterwards (a row without tokens may have one token written there, and must
 have room for it). ``row_starts``, ``row_ends``, ``row_totals``, ``pad_index`` and ``unpad_index`` say the same thing
 for lowerings that work row by row.
 
 With ``slopes`` (ALiBi, Press et al. 2022, section 3), ``slopes[h] * (entry - query)`` is added to each score of head
-``h``, behind scale and softcap: a bias of 0 for a token itself, and of ``-slopes[h]`` a token before that.
+``h``, after scale and softcap: a bias of 0 for a token itself, and of ``-slopes[h]`` a token before that.
 
 Without ``k`` and ``v`` nothing is appended: the caches are another model's, which has filled them. The last entries of
 a row stand for its new tokens then, so that token ``j`` of ``n`` sees entries ``0 … kv_lens[b] - n + j``, and a window

@@ -128,7 +128,7 @@ def _linear_attention(
         after = after + keys * values
         return after, scale * (after * queries).sum(1).flatten()
 
-    return _run(advance, torch.cat(parts, 1), v.shape[1], state, pending, state_steps, cu_new_tokens)
+    return _run_recurrence(advance, torch.cat(parts, 1), v.shape[1], state, pending, state_steps, cu_new_tokens)
 
 
 def _causal_conv(
@@ -151,13 +151,13 @@ def _causal_conv(
         output = (seen * taps).sum(0) + (0.0 if bias is None else bias)
         return seen[1:], torch.nn.functional.silu(output) if silu else output
 
-    return _run(advance, x, x.shape[1], state, pending, state_steps, cu_new_tokens)
+    return _run_recurrence(advance, x, x.shape[1], state, pending, state_steps, cu_new_tokens)
 
 
-def _run(
+def _run_recurrence(
     advance: Advance, x: Tensor, width: int, state: Tensor, pending: Tensor, state_steps: Tensor, cu_new_tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every row: what is for good, then the drafts, from the state behind that."""
+    """Every row: what is for good, then the drafts, from the state after that."""
     states, waiting, output = state.clone(), pending.clone(), x.new_zeros(len(x), width)
     firsts = cu_new_tokens.tolist()
     for row, (settled, drafts, certain, drafted) in enumerate(state_steps.tolist()):

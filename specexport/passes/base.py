@@ -12,7 +12,7 @@ from specexport_runtime.abi import OP_DOMAIN, OP_NAME
 from specexport_runtime.bundle.quant_kinds import BackendPasses, QuantKind
 from specexport_runtime.executors.base import Int32Array
 
-AS_STORED = "specexport.as_stored"
+AS_STORED = "specexport.round_scales"
 """Marks a weight that is as its checkpoint has it, whatever the model's dtype is."""
 
 
@@ -65,14 +65,14 @@ def attention_nodes(model: ir.Model) -> Iterator[ir.Node]:
     return (node for node in model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN)
 
 
-def constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor behind an initializer; None for anything else."""
+def find_constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor after an initializer; None for anything else."""
     if value is None or not value.is_initializer():
         return None
     return value.const_value
 
 
-def fold_into(model: ir.Model, weight: ir.Value, readers: Sequence[ir.Node], made: ir.Value) -> None:
+def fold_readers_into(model: ir.Model, weight: ir.Value, readers: Sequence[ir.Node], made: ir.Value) -> None:
     """Let ``made`` stand for what ``readers`` make of a weight, which goes where nobody else reads it."""
     for node in readers:
         ir.convenience.replace_all_uses_with(node.outputs[0], made)
@@ -81,7 +81,7 @@ def fold_into(model: ir.Model, weight: ir.Value, readers: Sequence[ir.Node], mad
         del model.graph.initializers[str(weight.name)]
 
 
-def sizes_of(tensor: ir.TensorProtocol) -> list[int]:
+def read_sizes(tensor: ir.TensorProtocol) -> list[int]:
     """The sizes of a weight, as numbers; a lazy one is not made for that."""
     return [int(str(size)) for size in tensor.shape]
 

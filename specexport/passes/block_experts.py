@@ -7,23 +7,23 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from specexport.onnx_emit import Emitter, has_parts, part_of
-from specexport.passes.base import constant_of, sizes_of
-from specexport.passes.block_format import format_of, pack, pack_float, packed_shape
-from specexport.passes.block_linear import Packing, narrowest, stored_weight
+from specexport.onnx_emit import Emitter, can_slice_lazily, part_of
+from specexport.passes.base import find_constant, read_sizes
+from specexport.passes.block_format import choose_format, pack, pack_float, packed_shape
+from specexport.passes.block_linear import Packing, add_packed_weight, find_narrowest_format
 from specexport.passes.block_make import IN_SINGLE, INT4, INT8, fits_half, int4_weight, int8_weight
 from specexport.passes.block_weight import BlockWeight
 from specexport.passes.experts_graph import BLOCK_EXPERTS, SIZES, ExpertsSite, experts_sites
 from specexport_runtime.abi import OP_DOMAIN
 
 
-def put_experts(graph: ir.Graph, site: ExpertsSite, gate_up: Packing, down: Packing) -> None:
+def replace_experts(graph: ir.Graph, site: ExpertsSite, gate_up: Packing, down: Packing) -> None:
     """Replace a layer's experts by one ``BlockExperts``, which reads each chosen expert once a step."""
     emit, given, node = Emitter(graph), site.given, site.node
     packed = {"gate_up": gate_up, "down": down}
     told: dict[str, Any] = {f"{name}_format": packing.format for name, packing in packed.items()}
     told |= {name: node.attributes[name].value for name in ("interleaved", "alpha", "beta", "limit")}
-    weights = {name: stored_weight(graph, str(given[name].name), packing) for name, packing in packed.items()}
+    weights = {name: add_packed_weight(graph, str(given[name].name), packing) for name, packing in packed.items()}
     result = emit.op(
         BLOCK_EXPERTS,
         *(given[name] for name in ("x", "expert_ids", "expert_weights")),
@@ -41,59 +41,63 @@ def put_experts(graph: ir.Graph, site: ExpertsSite, gate_up: Packing, down: Pack
             graph.initializers.pop(str(given[name].name), None)
 
 
-def put_float_experts(model: ir.Model) -> int:
+def replace_float_experts(model: ir.Model) -> int:
     """Replace the remaining layers of experts by ``BlockExperts`` with float weights; gives how many."""
     sites = experts_sites(model)
     for site in sites:
-        put_experts(model.graph, site, *(of_floats(weight_of(site, name)) for name in ("gate_up", "down")))
+        replace_experts(
+            model.graph, site, *(pack_float_experts(get_expert_weight(site, name)) for name in ("gate_up", "down"))
+        )
     return len(sites)
 
 
-def weight_of(site: ExpertsSite, name: str) -> ir.TensorProtocol:
+def get_expert_weight(site: ExpertsSite, name: str) -> ir.TensorProtocol:
     """The weights of all experts [E, N, K]: ``"gate_up"`` or ``"down"``."""
-    return constant_of(site.given[name])  # type: ignore[return-value]
+    return find_constant(site.given[name])  # type: ignore[return-value]
 
 
-def of_floats(tensor: ir.TensorProtocol) -> Packing:
+def pack_float_experts(tensor: ir.TensorProtocol) -> Packing:
     """Float weights [E, N, K], in the narrowest type that holds each value exactly."""
-    kind, (_, width, depth) = narrowest(_each(tensor)), sizes_of(tensor)
+    kind, (_, width, depth) = find_narrowest_format(_iterate_experts(tensor)), read_sizes(tensor)
     return _packing(tensor, kind, lambda part: pack_float(kind, part, width, depth))
 
 
-def of_rounded(tensor: ir.TensorProtocol, bits: int) -> Packing:
+def pack_rounded_experts(tensor: ir.TensorProtocol, bits: int) -> Packing:
     """Float weights [E, N, K] rounded to 8 or 4 bits in blocks; inputs of experts are not measured."""
     kind, make = (INT8, int8_weight) if bits == 8 else (INT4, partial(int4_weight, importance=None))
-    half = fits_half(_each(tensor), kind)
+    half = fits_half(_iterate_experts(tensor), kind)
     kind = kind if half else IN_SINGLE[kind]
     return _packing(tensor, kind, lambda part: pack(kind, make(ir.tensor(part), turned=True, half=half)))
 
 
-def of_kept(weight: BlockWeight, count: int) -> Packing:
+def pack_kept_experts(weight: BlockWeight, count: int) -> Packing:
     """Integers of so many experts, one below the other, as they are."""
-    kind, (rows, depth) = format_of(weight), weight.shape
+    kind, (rows, depth) = choose_format(weight), weight.shape
     width = rows // count
     shape = packed_shape(kind, width, depth)
 
     def make() -> np.ndarray:
         starts = range(0, rows, width)
-        return _below(count, shape, (pack(kind, weight.take(np.arange(at, at + width))) for at in starts))
+        return _stack_experts(count, shape, (pack(kind, weight.take(np.arange(at, at + width))) for at in starts))
 
     return Packing(kind, (width, depth), make, count)
 
 
 def _packing(tensor: ir.TensorProtocol, kind: str, one: Callable[[np.ndarray], np.ndarray]) -> Packing:
-    count, width, depth = sizes_of(tensor)
+    count, width, depth = read_sizes(tensor)
     shape = packed_shape(kind, width, depth)
-    return Packing(kind, (width, depth), lambda: _below(count, shape, map(one, _each(tensor))), count)
+    return Packing(
+        kind, (width, depth), lambda: _stack_experts(count, shape, map(one, _iterate_experts(tensor))), count
+    )
 
 
-def _each(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
+def _iterate_experts(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
     """The weight [N, K] of one expert after the other, so that no float copy of all is held."""
-    source = tensor if has_parts(tensor) else ir.tensor(tensor.numpy())
-    return (part_of(source, 0, expert, expert + 1)[0] for expert in range(sizes_of(tensor)[0]))
+    source = tensor if can_slice_lazily(tensor) else ir.tensor(tensor.numpy())
+    return (part_of(source, 0, expert, expert + 1)[0] for expert in range(read_sizes(tensor)[0]))
 
 
-def _below(count: int, shape: tuple[int, int], parts: Iterable[np.ndarray]) -> np.ndarray:
+def _stack_experts(count: int, shape: tuple[int, int], parts: Iterable[np.ndarray]) -> np.ndarray:
     """Packed experts, one below the other: no tile has outputs of two."""
     result = np.empty((count, *shape), np.uint8)
     for expert, part in enumerate(parts):

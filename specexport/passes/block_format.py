@@ -98,7 +98,7 @@ NAMED = {
     "mxfp4": Layout(4, 32, "power", lookup="fp4"),
 }
 """Formats with a name. ``group4_64_f16`` is 4 bits with a float16 scale for 64 inputs; ``f32`` is there
-too, and behind either ``_zero`` (a byte for the code that stands for 0) or ``_offset``."""
+too, and after either ``_zero`` (a byte for the code that stands for 0) or ``_offset``."""
 FLOATS = {"f32": 4, "bf16": 2, "f16": 2}
 """Bytes of a value of the formats that are no codes."""
 _KINDS = {
@@ -113,7 +113,7 @@ _GROUPS = ("16", "32", "64", "128", "256", "512", "1024")
 _GROUP = re.compile(r"group([48])_(\d+)_(f16|f32)(?:_(zero|offset))?")
 
 
-def layout(format: str) -> Layout:  # noqa: A002 what everyone calls it
+def parse_layout(format: str) -> Layout:  # noqa: A002 what everyone calls it
     """What a format of codes stands for; ValueError if there is none of that name."""
     if format in NAMED:
         return NAMED[format]
@@ -122,7 +122,7 @@ def layout(format: str) -> Layout:  # noqa: A002 what everyone calls it
     raise ValueError(f"there is no block format {format!r}")
 
 
-def format_of(weight: BlockWeight) -> str:
+def choose_format(weight: BlockWeight) -> str:
     """The format that holds a checkpoint's weight exactly, with the fewest bytes."""
     if weight.format:
         return weight.format
@@ -144,28 +144,28 @@ def packed_shape(format: str, n: int, k: int) -> tuple[int, int]:  # noqa: A002
     """Tiles of a weight [n, k], and bytes of a tile."""
     tiles = -(-n // TILE)
     if format in FLOATS:
-        return tiles, _up(TILE * k * FLOATS[format], _LINE)
-    form = layout(format)
+        return tiles, _round_up(TILE * k * FLOATS[format], _LINE)
+    form = parse_layout(format)
     return tiles, sum(_head_bytes(form, part) + _code_bytes(form, part) for part in _panels(k))
 
 
 def pack(format: str, weight: BlockWeight) -> Packed:  # noqa: A002
     """A weight in ``format``, uint8 [tiles, bytes of a tile]; ValueError if the format cannot hold it."""
-    form, (n, k) = layout(format), weight.shape
-    _check(format, form, weight)
+    form, (n, k) = parse_layout(format), weight.shape
+    _check_weight_fits(format, form, weight)
     shape = packed_shape(format, n, k)
     result = np.zeros(shape, np.uint8)
     for rows in _chunks(n, k, _CHUNK if weight.format else _KEPT_CHUNK):
         blocks = weight.read(rows)
         tiles = slice(int(rows[0]) // TILE, int(rows[-1]) // TILE + 1)
         codes, values = _plain_codes(blocks.codes, form), _parameters(form, blocks, weight.form.zero)
-        for start, inputs, at, arrays in _places(form, k):
+        for start, inputs, at, arrays in _locate_panels(form, k):
             for name, (dtype, first, last, byte) in arrays.items():
                 size = dtype.itemsize * (last - first) * TILE
                 part = result[tiles, byte : byte + size].view(dtype).reshape(-1, last - first, TILE)
-                _by_columns(part, values[name][:, first:last])
+                _write_columns(part, values[name][:, first:last])
             size = _code_bytes(form, inputs)
-            _put_codes(result[tiles, at : at + size], form, codes[:, start : start + inputs], inputs)
+            _pack_codes(result[tiles, at : at + size], form, codes[:, start : start + inputs], inputs)
     return result
 
 
@@ -205,7 +205,7 @@ def unpack(format: str, packed: Packed, n: int, k: int) -> Float32Array:  # noqa
             return (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return rows.view(np.float16 if format == "f16" else np.float32).astype(np.float32)
     codes, scales, offsets = stored(format, packed, n, k)
-    form = layout(format)
+    form = parse_layout(format)
     spread = np.repeat(scales, form.group, axis=1)[:, :k]
     values = codes.astype(np.float32) * spread
     return values if offsets is None else values + np.repeat(offsets, form.group, axis=1)[:, :k]
@@ -213,10 +213,10 @@ def unpack(format: str, packed: Packed, n: int, k: int) -> Float32Array:  # noqa
 
 def stored(format: str, packed: Packed, n: int, k: int) -> tuple[np.ndarray, Float32Array, Float32Array | None]:  # noqa: A002
     """Codes less their zeros int32 [n, k], float32 scales [n, groups], and offsets or None, of a packed weight."""
-    form = layout(format)
+    form = parse_layout(format)
     parts, found = [], dict[str, list[np.ndarray]]()
-    for _, inputs, at, arrays in _places(form, k):
-        taken = _take_codes(packed[:, at : at + _code_bytes(form, inputs)], form, -(-inputs // BLOCK))
+    for _, inputs, at, arrays in _locate_panels(form, k):
+        taken = _unpack_codes(packed[:, at : at + _code_bytes(form, inputs)], form, -(-inputs // BLOCK))
         parts.append(taken[:n, :inputs].astype(np.int32))
         for name, (dtype, first, last, byte) in arrays.items():
             size = dtype.itemsize * (last - first) * TILE
@@ -248,7 +248,7 @@ def stored(format: str, packed: Packed, n: int, k: int) -> tuple[np.ndarray, Flo
     return codes - zeros, scales.astype(np.float32), offsets
 
 
-def _up(number: int, to: int) -> int:
+def _round_up(number: int, to: int) -> int:
     return -(-number // to) * to
 
 
@@ -280,14 +280,14 @@ def _arrays(form: Layout) -> dict[str, tuple[np.dtype, int]]:
 
 
 def _head_bytes(form: Layout, inputs: int) -> int:
-    return _up(sum(dtype.itemsize * -(-inputs // share) * TILE for dtype, share in _arrays(form).values()), _LINE)
+    return _round_up(sum(dtype.itemsize * -(-inputs // share) * TILE for dtype, share in _arrays(form).values()), _LINE)
 
 
 def _code_bytes(form: Layout, inputs: int) -> int:
     return _LINE * form.bits * -(-inputs // BLOCK)
 
 
-def _places(form: Layout, k: int) -> Iterator[tuple[int, int, int, dict[str, tuple[np.dtype, int, int, int]]]]:
+def _locate_panels(form: Layout, k: int) -> Iterator[tuple[int, int, int, dict[str, tuple[np.dtype, int, int, int]]]]:
     """Of each panel its first input, inputs, the byte of its codes, and its arrays: type, first, last, and byte."""
     at = 0
     for index, inputs in enumerate(_panels(k)):
@@ -301,7 +301,7 @@ def _places(form: Layout, k: int) -> Iterator[tuple[int, int, int, dict[str, tup
         at += _code_bytes(form, inputs)
 
 
-def _check(format: str, form: Layout, weight: BlockWeight) -> None:  # noqa: A002
+def _check_weight_fits(format: str, form: Layout, weight: BlockWeight) -> None:  # noqa: A002
     spread, has = weight.spread, weight.form
     fits = form.group == has.block and bool(form.shift) == has.has_offsets
     if form.scale == "level":
@@ -360,7 +360,7 @@ def _zeros(blocks: Blocks, middle: int) -> npt.NDArray[np.uint8] | None:
     return (middle - steps).astype(np.uint8) if bool(inside.all()) else None
 
 
-def _by_columns(out: np.ndarray, values: np.ndarray) -> None:
+def _write_columns(out: np.ndarray, values: np.ndarray) -> None:
     """Put [rows, count] into [tiles, count, 16]; what is missing stays 0."""
     rows, count = values.shape
     whole = rows // TILE
@@ -369,7 +369,7 @@ def _by_columns(out: np.ndarray, values: np.ndarray) -> None:
         out[whole, :count, : rows % TILE] = values[whole * TILE :].T
 
 
-def _put_codes(out: Packed, form: Layout, codes: npt.NDArray[np.uint8], k: int) -> None:
+def _pack_codes(out: Packed, form: Layout, codes: npt.NDArray[np.uint8], k: int) -> None:
     """Put codes [rows, k] into the planes of tiles [tiles, bytes]."""
     tiles, blocks, bits = len(out), -(-k // BLOCK), form.bits
     if codes.shape != (tiles * TILE, blocks * BLOCK):
@@ -396,8 +396,8 @@ def _put_codes(out: Packed, form: Layout, codes: npt.NDArray[np.uint8], k: int) 
     view[...] = lines.transpose(0, 2, 3, 1)
 
 
-def _take_codes(packed: Packed, form: Layout, blocks: int) -> npt.NDArray[np.uint8]:
-    """Codes [tiles * 16, blocks * 32] of tiles; the other way of :func:`_put_codes`, told from the layout alone."""
+def _unpack_codes(packed: Packed, form: Layout, blocks: int) -> npt.NDArray[np.uint8]:
+    """Codes [tiles * 16, blocks * 32] of tiles; the other way of :func:`_pack_codes`, told from the layout alone."""
     tiles, bits = len(packed), form.bits
     lines = packed[:, : _LINE * bits * blocks].reshape(tiles, blocks, bits, _LINE)
     codes = np.zeros((tiles, blocks, 8, _LINE), np.uint8)

@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, lazy_weight
 from specexport.ops.spec import EACH
-from specexport.passes.base import AS_STORED, constant_of, sizes_of
-from specexport.passes.block_format import format_of, pack, pack_float, packed_shape
+from specexport.passes.base import AS_STORED, find_constant, read_sizes
+from specexport.passes.block_format import choose_format, pack, pack_float, packed_shape
 from specexport.passes.block_weight import BlockWeight
 from specexport.passes.experts_graph import BLOCK_EXPERTS
 from specexport.passes.quantize_sites import BLOCK_LINEAR, LinearSite, channel_parts
@@ -31,21 +31,21 @@ class Packing(NamedTuple):
     times: int = 1  # how many such weights lie one below the other
 
 
-def of_blocks(weight: BlockWeight) -> Packing:
+def pack_blocks(weight: BlockWeight) -> Packing:
     """A weight of integers in blocks, as it is."""
-    kind = format_of(weight)
+    kind = choose_format(weight)
     return Packing(kind, weight.shape, partial(pack, kind, weight))
 
 
-def of_floats(tensor: ir.TensorProtocol, *, turned: bool) -> Packing:
+def pack_floats(tensor: ir.TensorProtocol, *, turned: bool) -> Packing:
     """A float weight in the narrowest type that holds its values exactly; [N, K] if ``turned``, else [K, N]."""
-    sizes = sizes_of(tensor)
+    sizes = read_sizes(tensor)
     width, depth = sizes if turned else sizes[::-1]
-    kind = narrowest(channel_parts(tensor, turned))
+    kind = find_narrowest_format(channel_parts(tensor, turned))
     return Packing(kind, (width, depth), lambda: pack_float(kind, channel_parts(tensor, turned), width, depth))
 
 
-def narrowest(parts: Iterable[np.ndarray]) -> str:
+def find_narrowest_format(parts: Iterable[np.ndarray]) -> str:
     """The shortest format of floats that holds each value exactly."""
     kinds = ["bf16", "f16"]
     for part in parts:
@@ -62,14 +62,14 @@ def narrowest(parts: Iterable[np.ndarray]) -> str:
     return kinds[0]
 
 
-def put_linear(graph: ir.Graph, site: LinearSite, packing: Packing) -> None:
-    """Replace a layer, and the bias behind it, by one ``BlockLinear``."""
+def replace_linear(graph: ir.Graph, site: LinearSite, packing: Packing) -> None:
+    """Replace a layer, and the bias after it, by one ``BlockLinear``."""
     emit, old, bias = Emitter(graph), site.node, site.bias
-    added = _bias_behind(site) if bias is None else None
+    added = _find_bias_add(site) if bias is None else None
     end = old.outputs[0] if added is None else added.outputs[0]
     if added is not None:
         bias = next(value for value in added.inputs if value is not old.outputs[0])
-    result = linear(emit, site.source, str(site.weight.name), packing, bias, depth=site.depth)
+    result = emit_block_linear(emit, site.source, str(site.weight.name), packing, bias, depth=site.depth)
     result.shape = end.shape
     emit.place(before=old)
     name, end.name = end.name, None
@@ -78,7 +78,7 @@ def put_linear(graph: ir.Graph, site: LinearSite, packing: Packing) -> None:
     result.name = name
 
 
-def linear(
+def emit_block_linear(
     emit: Emitter,
     source: ir.Value,
     name: str,
@@ -92,7 +92,7 @@ def linear(
     return emit.op(
         BLOCK_LINEAR,
         source,
-        stored_weight(emit.graph, name, packing),
+        add_packed_weight(emit.graph, name, packing),
         *([] if bias is None else [bias]),
         dtype=_FLOAT,
         domain=OP_DOMAIN,
@@ -102,11 +102,11 @@ def linear(
     )
 
 
-def put_lookup(graph: ir.Graph, node: ir.Node, packing: Packing) -> None:
+def replace_lookup(graph: ir.Graph, node: ir.Node, packing: Packing) -> None:
     """Replace a ``Gather`` of rows of a table [N, K] by ``BlockEmbedding``; a tied LM head has the same weight."""
     emit, (table, ids) = Emitter(graph), node.inputs[:2]
-    num_rows, width = sizes_of(constant_of(table))  # type: ignore[arg-type]
-    packed = stored_weight(graph, str(table.name), packing)  # type: ignore[union-attr]
+    num_rows, width = read_sizes(find_constant(table))  # type: ignore[arg-type]
+    packed = add_packed_weight(graph, str(table.name), packing)  # type: ignore[union-attr]
     found = emit.op(
         BLOCK_EMBEDDING,
         ids,
@@ -125,8 +125,8 @@ def packed_formats(graph: ir.Graph) -> tuple[WeightFormat, ...]:
     """Each format of packed weights: its name, weights and bytes, the most weights first; a tied weight counts once."""
     seen = {}
     for node in graph.all_nodes():
-        for at, kind, size in _packed_of(node):
-            tensor = constant_of(node.inputs[at])
+        for at, kind, size in _find_packed_weights(node):
+            tensor = find_constant(node.inputs[at])
             if tensor is not None:
                 seen[tensor.name] = node.attributes[kind].as_string(), size, tensor.nbytes
     found: dict[str, tuple[int, int]] = {}
@@ -137,7 +137,7 @@ def packed_formats(graph: ir.Graph) -> tuple[WeightFormat, ...]:
     return tuple(sorted(formats, key=lambda each: -each.weights))
 
 
-def _packed_of(node: ir.Node) -> list[tuple[int, str, int]]:
+def _find_packed_weights(node: ir.Node) -> list[tuple[int, str, int]]:
     """The packed weights of a node: which inputs they are, the attributes of their formats, and how many weights."""
     if node.domain != OP_DOMAIN:
         return []
@@ -151,7 +151,7 @@ def _packed_of(node: ir.Node) -> list[tuple[int, str, int]]:
     return [(3, "gate_up_format", gates), (5, "down_format", one)]
 
 
-def stored_weight(graph: ir.Graph, name: str, packing: Packing) -> ir.Value:
+def add_packed_weight(graph: ir.Graph, name: str, packing: Packing) -> ir.Value:
     """A weight of an engine, packed when that is written; the same one for the same name and format."""
     stored = f"{name.removesuffix(FOLDED)}.blocks.{packing.format}"
     tiles, tile_bytes = packed_shape(packing.format, *packing.shape)
@@ -161,11 +161,11 @@ def stored_weight(graph: ir.Graph, name: str, packing: Packing) -> ir.Value:
     return value
 
 
-def _bias_behind(site: LinearSite) -> ir.Node | None:
+def _find_bias_add(site: LinearSite) -> ir.Node | None:
     """The addition of a constant [N] that alone reads what the layer gives."""
     out = site.node.outputs[0]
     uses = list(out.uses())
     if len(uses) != 1 or out.is_graph_output() or uses[0].node.op_type != "Add" or uses[0].node.domain != "":
         return None
-    tensor = constant_of(uses[0].node.inputs[1 - uses[0].idx])
+    tensor = find_constant(uses[0].node.inputs[1 - uses[0].idx])
     return uses[0].node if tensor is not None and tuple(tensor.shape) == (site.width,) else None

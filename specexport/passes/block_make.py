@@ -11,9 +11,9 @@ import onnx_ir as ir
 
 from specexport.channel_ranges import FloatVector
 from specexport.onnx_emit import part_of
-from specexport.passes.base import sizes_of
-from specexport.passes.block_weight import BlockForm, Blocks, BlockWeight, Rows, ScaleLayout, Stored
-from specexport.passes.quantize_sites import as_stored, channel_parts, too_large
+from specexport.passes.base import read_sizes
+from specexport.passes.block_weight import BlockForm, Blocks, BlockWeight, Rows, ScaleLayout, StoredScales
+from specexport.passes.quantize_sites import channel_parts, make_too_large_error, round_scales
 from specexport_runtime.executors.base import Float32Array
 
 BLOCK = 32
@@ -42,7 +42,7 @@ def int8_weight(tensor: ir.TensorProtocol, *, turned: bool, half: bool | None = 
     form = BlockForm(8, BLOCK, has_offsets=False)
     half = fits_half(channel_parts(tensor, turned), INT8) if half is None else half
     kind, spread = (INT8, ScaleLayout(BLOCK)) if half else (IN_SINGLE[INT8], None)
-    return _rounded("int8", kind, form, tensor, turned, partial(_eight_bits, half), spread)
+    return _round_weight("int8", kind, form, tensor, turned, partial(_eight_bits, half), spread)
 
 
 def int4_weight(
@@ -56,7 +56,7 @@ def int4_weight(
     form = BlockForm(4, BLOCK, has_offsets=True)
     half = fits_half(channel_parts(tensor, turned), INT4) if half is None else half
     kind = INT4 if half else IN_SINGLE[INT4]
-    return _rounded("int4", kind, form, tensor, turned, partial(_four_bits, importance, half))
+    return _round_weight("int4", kind, form, tensor, turned, partial(_four_bits, importance, half))
 
 
 def fits_half(parts: Iterable[np.ndarray], format: str) -> bool:  # noqa: A002
@@ -71,7 +71,7 @@ def fits_half(parts: Iterable[np.ndarray], format: str) -> bool:  # noqa: A002
     return True
 
 
-def _rounded(
+def _round_weight(
     kind: str,
     format: str,  # noqa: A002
     form: BlockForm,
@@ -81,7 +81,7 @@ def _rounded(
     spread: ScaleLayout | None = None,
 ) -> BlockWeight:
     axis = 0 if turned else 1
-    sizes = sizes_of(tensor)
+    sizes = read_sizes(tensor)
     width, depth = sizes[axis], -(-sizes[1 - axis] // BLOCK) * BLOCK
 
     def read(rows: Rows) -> Blocks:
@@ -97,15 +97,15 @@ def _rounded(
 
 def _eight_bits(half: bool, values: Float32Array) -> Blocks:
     largest = np.abs(values).max(axis=2) / np.float32(_LARGEST)
-    base = half_up(largest) if half else as_stored(largest, np.float32, _LARGEST)
+    base = round_up_to_half(largest) if half else round_scales(largest, np.float32, _LARGEST)
     scales = base.astype(np.float32)
     codes = np.rint(values / np.where(scales > 0, scales, np.float32(1))[..., None]) + _ZERO
-    return Blocks(codes.astype(np.uint8).reshape(len(values), -1), scales, None, Stored(base) if half else None)
+    return Blocks(codes.astype(np.uint8).reshape(len(values), -1), scales, None, StoredScales(base) if half else None)
 
 
 def _four_bits(importance: FloatVector | None, half: bool, values: Float32Array) -> Blocks:
     if importance is None:
-        codes, scales, zeros = extreme_blocks(values, half)
+        codes, scales, zeros = quantize_by_extremes(values, half)
     else:
         weights = np.zeros(values.shape[1] * BLOCK, np.float32)
         weights[: len(importance)] = importance
@@ -114,10 +114,10 @@ def _four_bits(importance: FloatVector | None, half: bool, values: Float32Array)
     return Blocks(codes.reshape(len(values), -1), scales, offsets)
 
 
-def half_up(scales: Float32Array) -> np.ndarray:
+def round_up_to_half(scales: Float32Array) -> np.ndarray:
     """The least float16 that is no smaller; raises ``UnsupportedModelError`` where there is none."""
     if scales.size and not float(scales.max()) <= _MOST:
-        raise too_large(scales.max() * _LARGEST)
+        raise make_too_large_error(scales.max() * _LARGEST)
     near = scales.astype(np.float16)
     low = near.astype(np.float32) < scales
     up: np.ndarray = np.where(low, np.nextafter(near, np.float16(np.inf)), near)
@@ -149,16 +149,16 @@ def search_blocks(values: Float32Array, importance: Float32Array, half: bool = T
     return codes, scales, zeros
 
 
-def extreme_blocks(values: Float32Array, half: bool = True) -> Coded:
+def quantize_by_extremes(values: Float32Array, half: bool = True) -> Coded:
     """Codes, scales and zero points that reach from each block's least weight to its largest; see above for shapes."""
     with np.errstate(invalid="ignore"):  # what is no number is refused as scales are stored
-        scales, zeros = _between(*_ends(values))
-    scales = _stored(scales, half)
-    codes = _steps(values, scales, zeros) + zeros[..., None]
+        scales, zeros = _between(*_find_block_extremes(values))
+    scales = _round_stored_scales(scales, half)
+    codes = _quantize_steps(values, scales, zeros) + zeros[..., None]
     return codes.astype(np.uint8), scales, zeros.astype(np.uint8)
 
 
-def _ends(values: Float32Array) -> tuple[np.ndarray, np.ndarray]:
+def _find_block_extremes(values: Float32Array) -> tuple[np.ndarray, np.ndarray]:
     # Zero is always a code: filling and zeros of the weight stay exact.
     return np.minimum(values.min(axis=2), 0), np.maximum(values.max(axis=2), 0)
 
@@ -171,13 +171,13 @@ def _between(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _search(values: Float32Array, weights: Float32Array, half: bool) -> Coded:
-    low, high = _ends(values)
+    low, high = _find_block_extremes(values)
     weighted = values * weights
     best = np.full(low.shape, -1, np.float32)
     scales, zeros = np.ones(low.shape, np.float32), np.zeros(low.shape, np.float32)
     for low_share, high_share in _ENDS:
         scale, zero = _between(low * np.float32(low_share), high * np.float32(high_share))
-        steps = _steps(values, scale, zero)
+        steps = _quantize_steps(values, scale, zero)
         along = np.einsum("nbk,nbk->nb", weighted, steps)
         square = np.einsum("nbk,nbk,bk->nb", steps, steps, weights)
         fitted = along / np.where(square > 0, square, 1)
@@ -186,17 +186,17 @@ def _search(values: Float32Array, weights: Float32Array, half: bool) -> Coded:
         best = np.where(better, gain, best)
         scales = np.where(better, np.where(fitted > 0, fitted, scale), scales)
         zeros = np.where(better, zero, zeros)
-    scales = _stored(scales, half)
-    return _steps(values, scales, zeros) + zeros[..., None], scales, zeros
+    scales = _round_stored_scales(scales, half)
+    return _quantize_steps(values, scales, zeros) + zeros[..., None], scales, zeros
 
 
-def _stored(scales: np.ndarray, half: bool) -> Float32Array:
+def _round_stored_scales(scales: np.ndarray, half: bool) -> Float32Array:
     """As engines store them: codes are chosen by that. ``UnsupportedModelError`` where they are beyond the type."""
     number, least = (np.float16, 2.0**-24) if half else (np.float32, 2.0**-126)  # the inverse is finite
-    return np.maximum(as_stored(scales, number, LEVELS), np.float32(least))
+    return np.maximum(round_scales(scales, number, LEVELS), np.float32(least))
 
 
-def _steps(values: Float32Array, scales: np.ndarray, zeros: np.ndarray) -> Float32Array:
+def _quantize_steps(values: Float32Array, scales: np.ndarray, zeros: np.ndarray) -> Float32Array:
     """Codes less the zero point, as float32."""
     steps = values * (1 / scales)[..., None]
     np.rint(steps, out=steps)

@@ -40,7 +40,7 @@ class ScaleLayout(NamedTuple):
     powers: bool = False  # whether bases are powers of two, and may be none of float16
 
 
-class Stored(NamedTuple):
+class StoredScales(NamedTuple):
     """Scales and offsets as a checkpoint stores them, see :class:`ScaleLayout`."""
 
     base: npt.NDArray[np.floating]  # float16 [n, K / values], or float32 powers of two
@@ -55,7 +55,7 @@ class Blocks(NamedTuple):
     codes: npt.NDArray[np.uint8]  # uint8 [n, K]
     scales: Float32Array  # float32 [n, K / block]
     offsets: Float32Array | None  # float32 [n, K / block]; None without
-    stored: Stored | None = None  # what scales and offsets were made of, where a weight has a ``spread``
+    stored: StoredScales | None = None  # what scales and offsets were made of, where a weight has a ``spread``
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class BlockWeight:
     stored_bytes: int  # in the checkpoint
     read: Callable[[Rows], Blocks]  # gives the blocks of some rows
     spread: ScaleLayout | None = None  # how scales and offsets are stored; None if as float32
-    format: str = ""  # holds it in an engine; empty to find it (``block_format.format_of``)
+    format: str = ""  # holds it in an engine; empty to find it (``block_format.choose_format``)
 
     @property
     def num_blocks(self) -> int:
@@ -97,7 +97,7 @@ class BlockWeight:
         return values.reshape(len(wanted), self.shape[1]).astype(np.float32, copy=False)
 
 
-def with_offsets(weight: BlockWeight) -> BlockWeight:
+def add_zero_offsets(weight: BlockWeight) -> BlockWeight:
     """The weight with an offset for each block, of 0 where it has none."""
     if weight.form.has_offsets:
         return weight
@@ -127,7 +127,7 @@ def join(weights: Sequence[BlockWeight]) -> BlockWeight:
             np.concatenate(codes)[places],
             np.concatenate(scales)[places],
             np.concatenate(offsets)[places] if weights[0].form.has_offsets else None,
-            None if spread is None else _joined(stored, places),
+            None if spread is None else _join_stored(stored, places),
         )
 
     return replace(
@@ -140,7 +140,7 @@ def join(weights: Sequence[BlockWeight]) -> BlockWeight:
     )
 
 
-def _joined(parts: Sequence[Stored], places: Rows | slice) -> Stored:
+def _join_stored(parts: Sequence[StoredScales], places: Rows | slice) -> StoredScales:
     columns: Any = zip(*parts, strict=True)
     made: list[Any] = [None if column[0] is None else np.concatenate(column)[places] for column in columns]
-    return Stored(*made)
+    return StoredScales(*made)

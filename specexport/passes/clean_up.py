@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import lazy_weight, part_of
-from specexport.passes.base import CountingPass, constant_of, fold_into, sizes_of
+from specexport.passes.base import CountingPass, find_constant, fold_readers_into, read_sizes
 
 _LARGE = 1024  # elements
 _MAX_ROUNDS = 6  # a simplified reshape can make another shape constant
@@ -80,7 +80,7 @@ def _should_fold(node: ir.Node) -> bool | None:
 
     A matrix that a model multiplies in float32 on purpose (a router's) stays stored in the model's dtype, of any size.
     """
-    tensors = [tensor for tensor in map(constant_of, node.inputs) if tensor is not None]
+    tensors = [tensor for tensor in map(find_constant, node.inputs) if tensor is not None]
     matrix_cast = node.op_type == "Cast" and any(len(tensor.shape) > 1 for tensor in tensors)
     return False if matrix_cast or any(tensor.size > _LARGE for tensor in tensors) else None
 
@@ -137,7 +137,7 @@ def _group(values: Iterable[ir.Value], key: _Key) -> list[list[ir.Value]]:
 
 
 def _sample_key(tensor: ir.TensorProtocol) -> object:
-    sizes = sizes_of(tensor)
+    sizes = read_sizes(tensor)
     count = sizes[0] if sizes else 0
     rows = sorted({*range(0, count, max(1, count // _ROWS)), count - 1}) if count else []
     return (
@@ -148,7 +148,7 @@ def _sample_key(tensor: ir.TensorProtocol) -> object:
 
 
 def _content_key(tensor: ir.TensorProtocol) -> object:
-    sizes = sizes_of(tensor)
+    sizes = read_sizes(tensor)
     if not sizes:
         return _bytes(tensor.numpy())
     digest, step = hashlib.sha256(), max(1, _CHUNK // max(1, math.prod(sizes[1:])))
@@ -171,25 +171,25 @@ class SelectFoldPass(CountingPass):
         """Fold the readers of every such stack."""
         folded = 0
         for weight in list(model.graph.initializers.values()):
-            tensor = constant_of(weight)
+            tensor = find_constant(weight)
             readers = [use.node for use in weight.uses()]
-            chosen = [_entry(node, weight) for node in readers]
+            chosen = [_find_taken_entry(node, weight) for node in readers]
             if not readers or tensor is None or len(tensor.shape) != 3 or None in chosen:
                 continue
-            count, *shape = sizes_of(tensor)
+            count, *shape = read_sizes(tensor)
             for node, entry in zip(readers, chosen, strict=True):
                 number = int(entry or 0) % count
                 part, name = partial(_part, tensor, number), f"{tensor.name}.{number}"
-                fold_into(model, weight, [node], lazy_weight(model.graph, name, tensor.dtype, shape, part=part))
+                fold_readers_into(model, weight, [node], lazy_weight(model.graph, name, tensor.dtype, shape, part=part))
             folded += len(readers)
         return folded
 
 
-def _entry(node: ir.Node, weight: ir.Value) -> int | None:
+def _find_taken_entry(node: ir.Node, weight: ir.Value) -> int | None:
     """Which entry along the first axis a node takes; None if it does something else."""
     if node.op_type != "Gather" or node.domain != "" or node.inputs[0] is not weight:
         return None
-    index = constant_of(node.inputs[1])
+    index = find_constant(node.inputs[1])
     if index is None or index.shape.rank() or node.attributes.get_int("axis", 0) or node.outputs[0].is_graph_output():
         return None
     return int(index.numpy())

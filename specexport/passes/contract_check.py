@@ -32,7 +32,7 @@ _PICK = {"GatherElements", "GatherND"}  # embeddings are read by Gather
 _REARRANGE = {"Expand", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
 
 
-def contract_problems(model: ir.Model, *, cast_to_come: bool = False) -> list[str]:
+def find_contract_problems(model: ir.Model, *, cast_to_come: bool = False) -> list[str]:
     """Everything that is wrong with a graph between passes, one phrase each; empty if nothing is.
 
     Inputs, outputs, dtypes, shapes, and attention nodes and recurrences, each between its own caches or states.
@@ -63,7 +63,7 @@ def contract_problems(model: ir.Model, *, cast_to_come: bool = False) -> list[st
     ]
 
 
-def lowered_problems(model: ir.Model) -> list[str]:
+def find_lowered_problems(model: ir.Model) -> list[str]:
     """What is wrong with a graph while it is lowered: step inputs may be gone, and caches have another form by now."""
     graph = model.graph
     inputs, outputs = ({str(value.name): value for value in values} for values in (graph.inputs, graph.outputs))
@@ -80,10 +80,10 @@ def lowered_problems(model: ir.Model) -> list[str]:
         given = inputs.get(name.replace("_out.", "."))
         if "_out." in name and (given is None or (given.dtype, given.shape) != (value.dtype, value.shape)):
             problems.append(f"{name} does not fit into the memory of its input")
-    return [*problems, *_unmade(graph, set())]
+    return [*problems, *_find_unmade_reads(graph, set())]
 
 
-def _unmade(graph: ir.Graph, made: set[ir.Value]) -> Iterator[str]:
+def _find_unmade_reads(graph: ir.Graph, made: set[ir.Value]) -> Iterator[str]:
     """What is read before it is made; a branch reads what is around it too."""
     made.update(graph.inputs, graph.initializers.values())
     for node in graph:
@@ -92,7 +92,7 @@ def _unmade(graph: ir.Graph, made: set[ir.Value]) -> Iterator[str]:
             yield f"{node.name} reads {missing[0]}, which nothing in front of it makes"
         for attribute in node.attributes.values():
             if attribute.type == ir.AttributeType.GRAPH:
-                yield from _unmade(attribute.as_graph(), made)
+                yield from _find_unmade_reads(attribute.as_graph(), made)
         made.update(node.outputs)
     yield from (f"nothing makes {value.name}" for value in graph.outputs if value not in made)
 

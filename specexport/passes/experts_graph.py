@@ -5,7 +5,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from specexport.ops.spec import EACH, EXPERTS
-from specexport.passes.base import constant_of, sizes_of
+from specexport.passes.base import find_constant, read_sizes
 from specexport_runtime.bundle.entry import ExpertSizes
 from specexport_runtime.errors import CheckFailedError
 
@@ -36,34 +36,34 @@ class ExpertsSite(NamedTuple):
 def experts_sites(model: ir.Model) -> list[ExpertsSite]:
     """All layers of experts, in graph order; CheckFailedError if weights are not constant or a size is not static."""
     nodes = (node for node in model.graph if node.domain == EXPERTS.domain and node.op_type == EXPERTS.name)
-    return [_site(node) for node in nodes]
+    return [_read_site(node) for node in nodes]
 
 
 def expert_sizes(model: ir.Model) -> ExpertSizes | None:
     """How much of a model its experts are, by the layer that reads the largest share; None without experts."""
-    sizes = [*(site.sizes for site in experts_sites(model)), *_in_kernels(model)]
+    sizes = [*(site.sizes for site in experts_sites(model)), *_list_kernel_sizes(model)]
     if not sizes:
         return None
     busiest = max(sizes, key=lambda each: each.per_token / each.per_layer)
     return busiest._replace(parameters=sum(each.parameters for each in sizes))
 
 
-def _in_kernels(model: ir.Model) -> list[ExpertSizes]:
+def _list_kernel_sizes(model: ir.Model) -> list[ExpertSizes]:
     """Of the layers whose experts were put in a kernel."""
     return [node.meta[SIZES] for node in model.graph if SIZES in node.meta]
 
 
-def _site(node: ir.Node) -> ExpertsSite:
+def _read_site(node: ir.Node) -> ExpertsSite:
     names = [item.name for item in EXPERTS.inputs]
     given = {name: value for name, value in zip(names, node.inputs, strict=False) if value is not None}
-    down, ids = constant_of(given["down"]), given["expert_ids"]
+    down, ids = find_constant(given["down"]), given["expert_ids"]
     per_token = None if ids.shape is None else ids.shape[1]
-    if down is None or constant_of(given["gate_up"]) is None or not isinstance(per_token, int):
+    if down is None or find_constant(given["gate_up"]) is None or not isinstance(per_token, int):
         raise CheckFailedError(f"{node.name}: the weights of experts, or how many a token has, are not constant.")
-    num_experts, depth, width = sizes_of(down)
+    num_experts, depth, width = read_sizes(down)
     return ExpertsSite(node, given, num_experts, per_token, depth, width)
 
 
-def experts_read(model: ir.Model) -> int:
+def count_expert_weights_read(model: ir.Model) -> int:
     """Weights of experts, of all layers whose experts were put in a kernel, that a token reads."""
-    return sum(each.parameters * each.per_token // each.per_layer for each in _in_kernels(model))
+    return sum(each.parameters * each.per_token // each.per_layer for each in _list_kernel_sizes(model))

@@ -6,14 +6,14 @@ import onnx_ir as ir
 
 from specexport.channel_ranges import ChannelRanges
 from specexport.passes.base import CountingPass
-from specexport.passes.quantize_sites import LinearSite, linear_site
+from specexport.passes.quantize_sites import LinearSite, match_linear_site
 from specexport.passes.transpose_fold import FOLDED
 
 _KEY = "specexport.inputs"
 
 
 class InputNotePass(CountingPass):
-    """Note what was measured of each layer's inputs beside its weight, for :func:`inputs_of`; counts the layers."""
+    """Note what was measured of each layer's inputs beside its weight, for :func:`find_input_ranges`; counts the layers."""
 
     name = "input-note"
     reason = "measured by the checkpoint's names, and needed after passes have renamed and joined the weights"
@@ -25,7 +25,7 @@ class InputNotePass(CountingPass):
         """Note every layer that was measured."""
         noted = 0
         for node in model.graph:
-            site = linear_site(node)
+            site = match_linear_site(node)
             found = None if site is None else self._ranges.get(str(site.weight.name).removesuffix(FOLDED))
             if site is not None and found is not None and len(found.largest) == site.depth:
                 site.weight.meta[_KEY] = found
@@ -33,13 +33,13 @@ class InputNotePass(CountingPass):
         return noted
 
 
-def inputs_of(site: LinearSite) -> ChannelRanges | None:
+def find_input_ranges(site: LinearSite) -> ChannelRanges | None:
     """What was noted; None if nothing was measured."""
     found: ChannelRanges | None = site.weight.meta.get(_KEY)
     return found
 
 
-def carry_inputs(old: ir.Value, new: ir.Value) -> None:
+def copy_input_note(old: ir.Value, new: ir.Value) -> None:
     """Hand a note on from a weight to the one that takes its place."""
     if _KEY in old.meta:
         new.meta[_KEY] = old.meta[_KEY]

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, constant, lazy_weight
-from specexport.passes.base import CountingPass, constant_of, sizes_of
+from specexport.passes.base import CountingPass, find_constant, read_sizes
 
 
 class LinearFlattenPass(CountingPass):
@@ -35,20 +35,20 @@ def _is_linear(node: ir.Node) -> bool:
     x, weight = node.inputs
     if x is None or weight is None or x.shape is None or len(x.shape) != 3 or x.shape[0] != 1:
         return False
-    tensor = constant_of(weight)
+    tensor = find_constant(weight)
     return tensor is not None and len(tensor.shape) == 2
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node, name: str) -> None:
     x, weight = node.inputs
-    tensor = constant_of(weight)
+    tensor = find_constant(weight)
     if x is None or x.shape is None or weight is None or tensor is None:
         raise TypeError(f"{node.name} is no linear layer")
-    depth, width = sizes_of(tensor)
+    depth, width = read_sizes(tensor)
     is_own = len(list(weight.uses())) == 1
     if is_own:
         del graph.initializers[str(weight.name)]
-        weight = lazy_weight(graph, name, tensor.dtype, [width, depth], partial(_turned, tensor))
+        weight = lazy_weight(graph, name, tensor.dtype, [width, depth], partial(_transpose, tensor))
     emit, old, tokens = Emitter(graph), node.outputs[0], x.shape[1]
     depths = constant(graph, f"{name}.flat", np.array([-1, depth], np.int64))
     flat = emit.op("Reshape", x, depths, dtype=tensor.dtype, shape=[tokens, depth], name=f"{name}.flatten")
@@ -62,5 +62,5 @@ def _rewrite(graph: ir.Graph, node: ir.Node, name: str) -> None:
     result.name = old.name
 
 
-def _turned(tensor: ir.TensorProtocol) -> np.ndarray:
+def _transpose(tensor: ir.TensorProtocol) -> np.ndarray:
     return np.ascontiguousarray(tensor.numpy().T)

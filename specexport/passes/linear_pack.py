@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, constant, lazy_weight, part_of
-from specexport.passes.base import CountingPass, attention_nodes, constant_of, sizes_of
-from specexport.passes.input_note import carry_inputs
+from specexport.passes.base import CountingPass, attention_nodes, find_constant, read_sizes
+from specexport.passes.input_note import copy_input_note
 
 PARTS, WIDTHS = "specexport.parts", "specexport.widths"
 """Where a joined weight keeps the names and the widths of what it was joined from."""
@@ -26,7 +26,7 @@ class Linear(NamedTuple):
 
     matmul: ir.Node
     weight: ir.Value  # constant [K, N], without other readers
-    add: ir.Node | None  # the Add behind it, if there is a bias
+    add: ir.Node | None  # the Add after it, if there is a bias
     bias: ir.Value | None  # constant [N]
 
     @property
@@ -64,13 +64,13 @@ class LinearPackPass(CountingPass):
         """Join every group that is found."""
         joined = 0
         found = [*_attention_groups(model), *_gated_groups(model)]
-        for group in [alike for layers in found for alike in self._alike(layers)]:
+        for group in [alike for layers in found for alike in self._group_alike(layers)]:
             if all(layer.matmul.graph is not None for layer in group):  # none was joined before
                 _join(model.graph, group)
                 joined += len(group)
         return joined
 
-    def _alike(self, layers: Iterable[Linear]) -> Iterator[list[Linear]]:
+    def _group_alike(self, layers: Iterable[Linear]) -> Iterator[list[Linear]]:
         """Two and more layers that read one value and are stored in one form."""
         groups: dict[object, list[Linear]] = {}
         for layer in layers:
@@ -81,9 +81,9 @@ class LinearPackPass(CountingPass):
 
 
 def _dims(weight: ir.Value) -> tuple[int, ...]:
-    tensor = constant_of(weight)
+    tensor = find_constant(weight)
     assert tensor is not None  # noqa: S101 - a Linear is made of constants
-    return tuple(sizes_of(tensor))
+    return tuple(read_sizes(tensor))
 
 
 def match_linear(matmul: ir.Node) -> Linear | None:
@@ -91,23 +91,23 @@ def match_linear(matmul: ir.Node) -> Linear | None:
     if matmul.op_type != "MatMul" or matmul.domain != "":
         return None
     weight = matmul.inputs[1]
-    tensor = constant_of(weight)
+    tensor = find_constant(weight)
     if weight is None or tensor is None or len(tensor.shape) != 2 or len(weight.uses()) != 1:
         return None
-    add, bias = _bias_of(matmul, _dims(weight)[1])
+    add, bias = _find_bias(matmul, _dims(weight)[1])
     return Linear(matmul, weight, add, bias)
 
 
-def _bias_of(matmul: ir.Node, width: int) -> tuple[ir.Node | None, ir.Value | None]:
+def _find_bias(matmul: ir.Node, width: int) -> tuple[ir.Node | None, ir.Value | None]:
     uses = list(matmul.outputs[0].uses())
     if len(uses) != 1 or uses[0].node.op_type != "Add" or matmul.outputs[0].is_graph_output():
         return None, None
     bias = uses[0].node.inputs[1 - uses[0].idx]
-    tensor = constant_of(bias)
+    tensor = find_constant(bias)
     return (uses[0].node, bias) if tensor is not None and tuple(tensor.shape) == (width,) else (None, None)
 
 
-def sources_of(value: ir.Value | None) -> list[ir.Node]:
+def find_source_products(value: ir.Value | None) -> list[ir.Node]:
     """The matrix products that ``value`` is computed from, with anything but a product in between."""
     found: list[ir.Node] = []
     todo, seen = [value], 0
@@ -119,7 +119,7 @@ def sources_of(value: ir.Value | None) -> list[ir.Node]:
         if producer.op_type in ("MatMul", "Gemm"):
             found.append(producer)
         else:
-            todo += [x for x in producer.inputs if constant_of(x) is None]
+            todo += [x for x in producer.inputs if find_constant(x) is None]
     return found
 
 
@@ -128,14 +128,14 @@ def _attention_groups(model: ir.Model) -> Iterator[list[Linear]]:
     for node in list(attention_nodes(model)):
         layers: dict[ir.Node, Linear] = {}
         for value in node.inputs[:3]:
-            layers |= {m: layer for m in sources_of(value) if (layer := match_linear(m)) is not None}
+            layers |= {m: layer for m in find_source_products(value) if (layer := match_linear(m)) is not None}
         yield list(layers.values())
 
 
 def _gated_groups(model: ir.Model) -> Iterator[list[Linear]]:
     """Two layers of one width whose results meet in a product, as a gated MLP's do."""
     for node in [n for n in model.graph if n.op_type == "Mul" and n.domain == ""]:
-        sides = [sources_of(value) for value in node.inputs]
+        sides = [find_source_products(value) for value in node.inputs]
         if [len(side) for side in sides] != [1, 1] or sides[0][0] is sides[1][0]:
             continue
         layers = [layer for side in sides if (layer := match_linear(side[0])) is not None]
@@ -148,7 +148,7 @@ def _join(graph: ir.Graph, group: list[Linear]) -> None:
     widths = [layer.width for layer in group]
     stem = f"{group[0].weight.name}.packed"
     emit = Emitter(graph)
-    out = _packed(emit, group, stem)
+    out = _emit_packed(emit, group, stem)
     sizes = constant(graph, f"{stem}.sizes", np.array(widths, np.int64))
     split = emit.node("Split", [out, sizes], {"axis": -1}, outputs=len(group), name=f"{stem}.split")
     emit.place(before=first)
@@ -160,13 +160,13 @@ def _join(graph: ir.Graph, group: list[Linear]) -> None:
         del graph.initializers[str(layer.weight.name)]
 
 
-def _packed(emit: Emitter, group: list[Linear], stem: str) -> ir.Value:
+def _emit_packed(emit: Emitter, group: list[Linear], stem: str) -> ir.Value:
     """The product with all weights, and the sum with all biases (nothing where a layer has none)."""
-    tensors = [tensor for layer in group if (tensor := constant_of(layer.weight)) is not None]
+    tensors = [tensor for layer in group if (tensor := find_constant(layer.weight)) is not None]
     width, depth, dtype = sum(layer.width for layer in group), _dims(group[0].weight)[0], tensors[0].dtype
     part = partial(_part, tensors, [layer.width for layer in group])
     weight = lazy_weight(emit.graph, stem, dtype, [depth, width], part=part)
-    carry_inputs(group[0].weight, weight)  # all of them read the same
+    copy_input_note(group[0].weight, weight)  # all of them read the same
     weight.meta[PARTS] = [str(layer.weight.name) for layer in group]
     weight.meta[WIDTHS] = [layer.width for layer in group]
     dims, kind = group[0].out.shape, group[0].out.dtype

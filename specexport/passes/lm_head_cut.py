@@ -6,8 +6,8 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import lazy_weight, part_of
-from specexport.passes.base import CountingPass, constant_of, sizes_of
-from specexport.passes.quantize_sites import LinearSite, linear_site
+from specexport.passes.base import CountingPass, find_constant, read_sizes
+from specexport.passes.quantize_sites import LinearSite, match_linear_site
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors.base import Int32Array
@@ -33,7 +33,7 @@ class LmHeadCutPass(CountingPass):
         behind, head = _find_head(model)
         width = head.width
         changes = 1
-        _replace(model, head.node, 1, self._ids, axis=0 if head.turned else 1)
+        _replace_with_cut(model, head.node, 1, self._ids, axis=0 if head.turned else 1)
         if len(head.node.inputs) > 2 and head.node.inputs[2] is not None:
             changes += self._cut_row(model, head.node, 2, width)
         for node in behind:
@@ -46,19 +46,19 @@ class LmHeadCutPass(CountingPass):
 
     def _cut_row(self, model: ir.Model, node: ir.Node, index: int, width: int) -> int:
         """Cut an input that has a value for each token id; 1 if it has."""
-        tensor = constant_of(node.inputs[index])
+        tensor = find_constant(node.inputs[index])
         if tensor is None or not len(tensor.shape) or tensor.shape[-1] != width:
             return 0
-        _replace(model, node, index, self._ids, axis=len(tensor.shape) - 1)
+        _replace_with_cut(model, node, index, self._ids, axis=len(tensor.shape) - 1)
         return 1
 
 
-def _replace(model: ir.Model, node: ir.Node, index: int, ids: Int32Array, *, axis: int) -> None:
+def _replace_with_cut(model: ir.Model, node: ir.Node, index: int, ids: Int32Array, *, axis: int) -> None:
     """Give ``node`` a cut copy of a weight in the place of the whole one, which others may read."""
     value = node.inputs[index]
-    tensor = constant_of(value)
+    tensor = find_constant(value)
     assert value is not None and tensor is not None  # noqa: PT018, S101 - the caller has looked
-    shape = sizes_of(tensor)
+    shape = read_sizes(tensor)
     shape[axis] = len(ids)
     cut = lazy_weight(model.graph, f"{value.name}{CUT}", tensor.dtype, shape, part=partial(_part, tensor, ids, axis))
     node.replace_input_with(index, cut)
@@ -76,10 +76,10 @@ def _find_head(model: ir.Model) -> tuple[list[ir.Node], LinearSite]:
     behind: list[ir.Node] = []
     value: ir.Value | None = next(value for value in model.graph.outputs if value.name == LOGITS.name)
     while value is not None and (node := value.producer()) is not None:
-        site = linear_site(node)
+        site = match_linear_site(node)
         if site is not None:
             return behind, site
-        computed = [x for x in node.inputs if x is not None and constant_of(x) is None]
+        computed = [x for x in node.inputs if x is not None and find_constant(x) is None]
         first = node.op_type in _CUTS_BATCH and node.inputs[0] in computed and node.attributes.get_int("axis", 0) == 0
         if not (node.op_type in _ELEMENTWISE or first) or len(computed) != 1:
             break
@@ -87,6 +87,6 @@ def _find_head(model: ir.Model) -> tuple[list[ir.Node], LinearSite]:
         value = computed[0]
     raise UnsupportedModelError(
         "draft_vocab_size was given, and this draft's LM head cannot be cut: its logits are no linear layer with "
-        "elementwise operations behind it.",
+        "elementwise operations after it.",
         "leave out --draft-vocab-size, or take another draft.",
     )

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, constant
 from specexport.ops.spec import DIM_NAMES
-from specexport.passes.base import CountingPass, constant_of
+from specexport.passes.base import CountingPass, find_constant
 from specexport_runtime.abi import LOGIT_ROWS, LOGITS
 
 _ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Clip", "Identity"}
@@ -30,7 +30,7 @@ class LogitRowSelectPass(CountingPass):
 
     The trace copies all T rows to select some, and all R*V logits to cut the batch axis. Here hidden [1, T, H] is
     gathered to [R, H] and multiplied by W [V, H] as stored, so that a tied embedding is one weight; elementwise nodes
-    behind it carry on with [R, V]. A tail of another form is correct as traced, and stays. Counts 1 if it matched.
+    after it carry on with [R, V]. A tail of another form is correct as traced, and stays. Counts 1 if it matched.
     """
 
     name = "logit-row-select"
@@ -98,11 +98,11 @@ def _match(model: ir.Model) -> _Head | None:
             return None
         node = readers[0]
         chain.append(node)
-        if _drops_batch(node):
+        if _is_batch_removal(node):
             return _Head(hidden, selected, chain, matmul, node) if matmul is not None else None
         if matmul is None and node.op_type == "MatMul" and node.inputs[0] is value and _is_weight(node.inputs[1]):
             matmul = node
-        elif node.op_type not in _ELEMENTWISE or not all(x is value or _broadcasts(x) for x in node.inputs):
+        elif node.op_type not in _ELEMENTWISE or not all(x is value or _can_broadcast(x) for x in node.inputs):
             return None
         value = node.outputs[0]
 
@@ -113,8 +113,8 @@ def _match_selection(model: ir.Model) -> tuple[ir.Value, ir.Value] | None:
     readers = [use.node for use in rows.uses()]
     if len(readers) != 1 or readers[0].op_type != "Unsqueeze":
         return None
-    gather = _only_reader(readers[0].outputs[0], "GatherND")
-    back = _only_reader(gather.outputs[0], "Transpose") if gather is not None else None
+    gather = _find_only_reader(readers[0].outputs[0], "GatherND")
+    back = _find_only_reader(gather.outputs[0], "Transpose") if gather is not None else None
     there = gather.inputs[0].producer() if gather is not None and gather.inputs[0] is not None else None
     if back is None or there is None or there.op_type != "Transpose" or there.inputs[0] is None:
         return None
@@ -123,7 +123,7 @@ def _match_selection(model: ir.Model) -> tuple[ir.Value, ir.Value] | None:
     return there.inputs[0], back.outputs[0]
 
 
-def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
+def _find_only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
     readers = [use.node for use in value.uses()]
     return readers[0] if len(readers) == 1 and readers[0].op_type == op_type else None
 
@@ -133,19 +133,19 @@ def _is_weight(value: ir.Value | None) -> bool:
     producer = None if value is None else value.producer()
     if producer is not None:
         value = producer.inputs[0] if producer.op_type == "Transpose" else None
-    tensor = constant_of(value)
+    tensor = find_constant(value)
     return tensor is not None and len(tensor.shape) == 2
 
 
-def _broadcasts(value: ir.Value | None) -> bool:
+def _can_broadcast(value: ir.Value | None) -> bool:
     """A constant that means the same beside [1, R, V] and beside [R, V]: a scalar or a vector."""
-    tensor = constant_of(value)
+    tensor = find_constant(value)
     return value is None or (tensor is not None and len(tensor.shape) <= 1)
 
 
-def _drops_batch(node: ir.Node) -> bool:
+def _is_batch_removal(node: ir.Node) -> bool:
     """``x[0]`` of the trace: Gather of index 0 on axis 0."""
     if node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0:
         return False
-    index = constant_of(node.inputs[1])
+    index = find_constant(node.inputs[1])
     return index is not None and len(index.shape) == 0 and int(index.numpy()) == 0

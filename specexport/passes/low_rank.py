@@ -14,7 +14,7 @@ from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES
 from specexport.passes.base import CountingPass
 from specexport.passes.linear_pack import PARTS, WIDTHS, match_linear
-from specexport.passes.quantize_sites import LinearSite, linear_site
+from specexport.passes.quantize_sites import LinearSite, match_linear_site
 from specexport.passes.transpose_fold import FOLDED
 from specexport_runtime.abi import OP_DOMAIN
 from specexport_runtime.errors import UnsupportedModelError
@@ -50,15 +50,15 @@ class LowRankMarkPass(CountingPass):
         marked: set[str] = set()
         count = 0
         for node in list(model.graph):
-            site = linear_site(node)
-            parts = [] if site is None else [_plain(name) for name in _names(site)]
+            site = match_linear_site(node)
+            parts = [] if site is None else [_strip_folded(name) for name in _names(site)]
             if site is not None and self._wanted.intersection(parts):
                 _mark(model.graph, site, parts)
                 marked.update(parts)
                 count += 1
         lacking = sorted(self._wanted - marked)
         if lacking:
-            raise _refused(lacking[0])
+            raise _make_unsupported_error(lacking[0])
         return count
 
 
@@ -67,7 +67,7 @@ def _names(site: LinearSite) -> list[str]:
     return list(site.weight.meta.get(PARTS, [str(site.weight.name)]))
 
 
-def _plain(name: str) -> str:
+def _strip_folded(name: str) -> str:
     return name.removesuffix(FOLDED)
 
 
@@ -77,7 +77,7 @@ def _mark(graph: ir.Graph, site: LinearSite, parts: list[str]) -> None:
     shape = site.source.shape
     per_token = shape is not None and [str(size) for size in shape[:-1]] in ([DIM_NAMES["T"]], ["1", DIM_NAMES["T"]])
     if not per_token:
-        raise _refused(parts[0])
+        raise _make_unsupported_error(parts[0])
     widths = site.weight.meta.get(WIDTHS, [site.width])
     producer = out.producer()
     uses = list(out.uses())
@@ -92,7 +92,7 @@ def _mark(graph: ir.Graph, site: LinearSite, parts: list[str]) -> None:
         reader.replace_input_with(index, marked)
 
 
-def _refused(name: str) -> UnsupportedModelError:
+def _make_unsupported_error(name: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{name.removeprefix('model.').removesuffix('.weight')} is no layer that requests can choose an adapter for: "
         "it is computed otherwise than once a token.",

@@ -19,12 +19,12 @@ from specexport.passes.clean_up import (
     WeightDeduplicatePass,
     WeightRemovePass,
 )
-from specexport.passes.contract_check import contract_problems, lowered_problems
+from specexport.passes.contract_check import find_contract_problems, find_lowered_problems
 from specexport.passes.lm_head_cut import LmHeadCutPass
 from specexport.passes.logit_row_select import LogitRowSelectPass
 from specexport.passes.precision_cast import PrecisionCastPass
 from specexport.passes.transpose_fold import TransposeFoldPass
-from specexport_runtime.bundle.quant_kinds import KINDS, either, passes_of
+from specexport_runtime.bundle.quant_kinds import KINDS, either, get_backend_passes
 from specexport_runtime.errors import CheckFailedError, RecipeError
 from specexport_runtime.executors.base import Int32Array
 
@@ -82,7 +82,7 @@ def default_passes(
         *cutting,  # before the weights are cast and quantized: what goes needs neither
         *noting,  # before packing: ranges are known by the checkpoint's weights
         *packing,
-        *marking,  # behind packing, so that joined layers are one; before the weights get other forms
+        *marking,  # after packing, so that joined layers are one; before the weights get other forms
         PrecisionCastPass(dtype),
         *quantizing,
         NodeDeduplicatePass(),
@@ -101,12 +101,12 @@ def run_passes(
     """Run ``passes`` in place; gives each one's changes. CheckFailedError names the one that broke the contract."""
     report = []
     cast_at = next((n for n, item in enumerate(passes, start=1) if isinstance(item, PrecisionCastPass)), 0)
-    _check(ir_model, "tracing", cast_to_come=cast_at > 0)
+    _check_contract(ir_model, "tracing", cast_to_come=cast_at > 0)
     if dump_dir is not None:
         _dump(ir_model, dump_dir, 0, "traced")
     for number, item in enumerate(passes, start=1):
         item(ir_model)
-        _check(ir_model, f"pass {item.name}", cast_to_come=number < cast_at)
+        _check_contract(ir_model, f"pass {item.name}", cast_to_come=number < cast_at)
         report.append((item.name, item.changes))
         if dump_dir is not None:
             _dump(ir_model, dump_dir, number, item.name)
@@ -119,15 +119,15 @@ def run_lowering(ir_model: ir.Model, passes: Sequence[CountingPass]) -> dict[str
     """Run the passes of a lowering in place; gives each one's changes. CheckFailedError as :func:`run_passes`."""
     for item in passes:
         item(ir_model)
-        _refuse(lowered_problems(ir_model), f"pass {item.name}")
+        _raise_on_problems(find_lowered_problems(ir_model), f"pass {item.name}")
     return {item.name: item.changes for item in passes}
 
 
-def _check(ir_model: ir.Model, after: str, *, cast_to_come: bool) -> None:
-    _refuse(contract_problems(ir_model, cast_to_come=cast_to_come), after)
+def _check_contract(ir_model: ir.Model, after: str, *, cast_to_come: bool) -> None:
+    _raise_on_problems(find_contract_problems(ir_model, cast_to_come=cast_to_come), after)
 
 
-def _refuse(problems: Sequence[str], after: str) -> None:
+def _raise_on_problems(problems: Sequence[str], after: str) -> None:
     if problems:
         raise CheckFailedError(f"after {after} the graph breaks its contract: {'; '.join(problems[:5])}.")
 
@@ -166,7 +166,7 @@ def quantizing_passes(
     head_ids: Int32Array | None = None,
 ) -> list[CountingPass]:
     """The passes of a kind for a backend, see ``Quantizing``; RecipeError if the backend does not have the kind."""
-    form = passes_of(kind, backend)
+    form = get_backend_passes(kind, backend)
     if form is None:
         raise RecipeError(f"there is no quantization {kind!r} for this backend.", f"use {either()}, or leave it out.")
     made: list[CountingPass] = import_module(form.module).passes(

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, lazy_weight, part_of
-from specexport.passes.base import CountingPass, constant_of, fold_into, sizes_of
+from specexport.passes.base import CountingPass, find_constant, fold_readers_into, read_sizes
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import CheckFailedError, RecipeError
 
@@ -40,15 +40,15 @@ class PrecisionCastPass(CountingPass):
     def _convert_weights(self, model: ir.Model) -> int:
         converted = 0
         for weight in list(model.graph.initializers.values()):
-            tensor = constant_of(weight)
+            tensor = find_constant(weight)
             readers = [use.node for use in weight.uses()]
             if tensor is None or tensor.dtype not in _FLOATS or not readers:
                 continue
             if weight in model.graph.outputs or not all(self._casts_to_model(node) for node in readers):
                 continue
             part = partial(_part, tensor, self.dtype)
-            value = lazy_weight(model.graph, f"{weight.name}.cast", self.dtype, sizes_of(tensor), part=part)
-            fold_into(model, weight, readers, value)
+            value = lazy_weight(model.graph, f"{weight.name}.cast", self.dtype, read_sizes(tensor), part=part)
+            fold_readers_into(model, weight, readers, value)
             converted += len(readers)
         return converted
 

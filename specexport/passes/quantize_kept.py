@@ -4,15 +4,15 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from specexport.passes.base import CountingPass, Quantizing, constant_of, sizes_of
-from specexport.passes.block_experts import of_floats, of_kept, put_experts, weight_of
-from specexport.passes.block_linear import Packing, of_blocks, put_linear, put_lookup
+from specexport.passes.base import CountingPass, Quantizing, find_constant, read_sizes
+from specexport.passes.block_experts import get_expert_weight, pack_float_experts, pack_kept_experts, replace_experts
+from specexport.passes.block_linear import Packing, pack_blocks, replace_linear, replace_lookup
 from specexport.passes.block_weight import BlockWeight, join
 from specexport.passes.experts_graph import ExpertsSite, experts_sites
 from specexport.passes.linear_pack import PARTS
 from specexport.passes.lm_head_cut import CUT
 from specexport.passes.quantize_ort_cpu import is_lookup, quantize_router
-from specexport.passes.quantize_sites import LinearSite, head_node, linear_site
+from specexport.passes.quantize_sites import LinearSite, head_node, match_linear_site
 from specexport.passes.transpose_fold import FOLDED
 from specexport_runtime.bundle.quant_kinds import either
 from specexport_runtime.errors import UnsupportedModelError
@@ -45,29 +45,29 @@ class KeptWeightPass(CountingPass):
     def rewrite(self, model: ir.Model) -> int:
         """Replace every product and lookup of a kept weight."""
         graph, changes = model.graph, 0
-        sites = {node: site for node in graph if (site := linear_site(node)) is not None}
+        sites = {node: site for node in graph if (site := match_linear_site(node)) is not None}
         head = None if self._lm_head else head_node(model, set(sites))
         for node in list(graph):
             site = sites.get(node)
             if not self._lm_head and (node is head or is_lookup(node)):
                 continue
-            if site is not None and (weight := self._find(site.weight, site)) is not None:
-                put_linear(graph, site, of_blocks(weight))
+            if site is not None and (weight := self._find_weight(site.weight, site)) is not None:
+                replace_linear(graph, site, pack_blocks(weight))
                 changes += 1
-            elif is_lookup(node) and node.inputs[0] is not None and (table := self._find(node.inputs[0], None)):
-                put_lookup(graph, node, of_blocks(table))
+            elif is_lookup(node) and node.inputs[0] is not None and (table := self._find_weight(node.inputs[0], None)):
+                replace_lookup(graph, node, pack_blocks(table))
                 changes += 1
         return changes
 
-    def _find(self, value: ir.Value, site: LinearSite | None) -> BlockWeight | None:
-        parts = [self._named(name) for name in value.meta.get(PARTS, [str(value.name)])]
+    def _find_weight(self, value: ir.Value, site: LinearSite | None) -> BlockWeight | None:
+        parts = [self._find_by_name(name) for name in value.meta.get(PARTS, [str(value.name)])]
         if not all(part is not None for part in parts):
             return None
         whole = join([part for part in parts if part is not None])
         wanted = None if site is None else (site.width, site.depth)
         return whole if wanted in (None, whole.shape) else None
 
-    def _named(self, name: str) -> BlockWeight | None:
+    def _find_by_name(self, name: str) -> BlockWeight | None:
         cut = name.endswith(CUT)
         weight = self._weights.get(name.removesuffix(CUT).removesuffix(FOLDED))
         if weight is None or not cut:
@@ -97,17 +97,21 @@ class KeptExpertsPass(CountingPass):
     def rewrite(self, model: ir.Model) -> int:
         """Replace every layer whose experts are kept; UnsupportedModelError where such experts are no operator."""
         graph = model.graph
-        found = [site for site in experts_sites(model) if self._of(site, "gate_up") or self._of(site, "down")]
+        found = [
+            site
+            for site in experts_sites(model)
+            if self._find_experts(site, "gate_up") or self._find_experts(site, "down")
+        ]
         for site in found:
             quantize_router(graph, site, self._weights)
-            put_experts(graph, site, self._packing(site, "gate_up"), self._packing(site, "down"))
+            replace_experts(graph, site, self._make_packing(site, "gate_up"), self._make_packing(site, "down"))
         for name, value in graph.initializers.items():
-            tensor = constant_of(value)
+            tensor = find_constant(value)
             if (
                 name.removesuffix(FOLDED) in self._weights
                 and value.uses()
                 and tensor is not None
-                and len(sizes_of(tensor)) == 3
+                and len(read_sizes(tensor)) == 3
             ):
                 raise UnsupportedModelError(
                     f"{name} cannot be kept as it is stored: no kernel takes it.",
@@ -115,9 +119,13 @@ class KeptExpertsPass(CountingPass):
                 )
         return len(found)
 
-    def _of(self, site: ExpertsSite, name: str) -> BlockWeight | None:
+    def _find_experts(self, site: ExpertsSite, name: str) -> BlockWeight | None:
         return self._weights.get(str(site.given[name].name).removesuffix(FOLDED))
 
-    def _packing(self, site: ExpertsSite, name: str) -> Packing:
-        weight = self._of(site, name)
-        return of_floats(weight_of(site, name)) if weight is None else of_kept(weight, site.num_experts)
+    def _make_packing(self, site: ExpertsSite, name: str) -> Packing:
+        weight = self._find_experts(site, name)
+        return (
+            pack_float_experts(get_expert_weight(site, name))
+            if weight is None
+            else pack_kept_experts(weight, site.num_experts)
+        )

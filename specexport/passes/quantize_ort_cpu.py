@@ -4,14 +4,14 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from specexport.passes.base import CountingPass, Quantizing, constant_of
-from specexport.passes.block_experts import of_rounded, put_experts, weight_of
-from specexport.passes.block_linear import of_blocks, put_linear, put_lookup
+from specexport.passes.base import CountingPass, Quantizing, find_constant
+from specexport.passes.block_experts import get_expert_weight, pack_rounded_experts, replace_experts
+from specexport.passes.block_linear import pack_blocks, replace_linear, replace_lookup
 from specexport.passes.block_make import int4_weight, int8_weight
 from specexport.passes.experts_graph import ExpertsSite, experts_sites
-from specexport.passes.input_note import inputs_of
-from specexport.passes.linear_pack import sources_of
-from specexport.passes.quantize_sites import LinearSite, find_sites, head_sites, linear_share, linear_site
+from specexport.passes.input_note import find_input_ranges
+from specexport.passes.linear_pack import find_source_products
+from specexport.passes.quantize_sites import LinearSite, find_sites, head_sites, linear_share, match_linear_site
 from specexport_runtime.abi import INPUT_IDS
 
 HEAD_SHARE = 0.3
@@ -58,23 +58,23 @@ class BlockQuantizePass(CountingPass):
         lookups = [node for node in model.graph if self._lm_head and is_lookup(node)]
         for site in sites:
             in_eight = self._bits == 8 or _is_massive(site) or (site.node in heads and small_head)
-            inputs = inputs_of(site)
+            inputs = find_input_ranges(site)
             importance = None if inputs is None else inputs.squares
             weight = (
                 int8_weight(site.tensor, turned=site.turned)
                 if in_eight
                 else int4_weight(site.tensor, turned=site.turned, importance=importance)
             )
-            put_linear(model.graph, site, of_blocks(weight))
+            replace_linear(model.graph, site, pack_blocks(weight))
         for node in lookups:
-            tensor = constant_of(node.inputs[0])
+            tensor = find_constant(node.inputs[0])
             assert tensor is not None  # noqa: S101 - a lookup
-            put_lookup(model.graph, node, of_blocks(int8_weight(tensor, turned=True)))
+            replace_lookup(model.graph, node, pack_blocks(int8_weight(tensor, turned=True)))
         return len(sites) + len(lookups)
 
 
 def _is_massive(site: LinearSite) -> bool:
-    inputs = inputs_of(site)
+    inputs = find_input_ranges(site)
     return inputs is not None and inputs.massive
 
 
@@ -82,7 +82,7 @@ def is_lookup(node: ir.Node) -> bool:
     """Whether a node looks the step's tokens up in a float table."""
     if node.domain != "" or node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0:
         return False
-    table, ids = constant_of(node.inputs[0]), node.inputs[1]
+    table, ids = find_constant(node.inputs[0]), node.inputs[1]
     if table is None or len(table.shape) != 2 or table.dtype != ir.DataType.FLOAT:
         return False
     while ids is not None and (producer := ids.producer()) is not None and producer.op_type in _ID_STEPS:
@@ -108,15 +108,15 @@ class ExpertsQuantizePass(CountingPass):
         sites = experts_sites(model)
         for site in sites:
             quantize_router(model.graph, site)
-            packed = (of_rounded(weight_of(site, name), self._bits) for name in ("gate_up", "down"))
-            put_experts(model.graph, site, *packed)
+            packed = (pack_rounded_experts(get_expert_weight(site, name), self._bits) for name in ("gate_up", "down"))
+            replace_experts(model.graph, site, *packed)
         return len(sites)
 
 
 def quantize_router(graph: ir.Graph, site: ExpertsSite, kept: Collection[str] = ()) -> None:
     """Give the product that chooses a layer's experts 8 bits in blocks, unless ``kept`` names its weight."""
-    for product in sources_of(site.given["expert_ids"]):
-        router = linear_site(product)
+    for product in find_source_products(site.given["expert_ids"]):
+        router = match_linear_site(product)
         if router is None or router.weight.name in kept:
             continue
-        put_linear(graph, router, of_blocks(int8_weight(router.tensor, turned=router.turned)))
+        replace_linear(graph, router, pack_blocks(int8_weight(router.tensor, turned=router.turned)))

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specexport.onnx_emit import Emitter, Together, lazy_weight
-from specexport.passes.base import CountingPass, Quantizing, constant_of
-from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites, put_in_place
+from specexport.onnx_emit import Emitter, SharedResults, lazy_weight
+from specexport.passes.base import CountingPass, Quantizing, find_constant
+from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites, replace_site
 from specexport.passes.symmetric_blocks import quantize_blocks, scale_dtype
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.quant_kinds import INT4
@@ -50,7 +50,7 @@ class OrtCudaQuantizePass(CountingPass):
 
 def _replace(graph: ir.Graph, site: LinearSite, block: int) -> None:
     blocks, dtype, name = -(-site.depth // block), site.tensor.dtype, f"{site.weight.name}.{INT4.name}"
-    made = Together(partial(_parts, site.tensor, site.turned, block))
+    made = SharedResults(partial(_pack_weight, site.tensor, site.turned, block))
     codes = lazy_weight(graph, name, ir.DataType.UINT8, [site.width, blocks, block // 2], partial(made.part, 0))
     scales = lazy_weight(graph, f"{name}_scale", dtype, [site.width * blocks], partial(made.part, 1))
     emit = Emitter(graph)
@@ -68,10 +68,10 @@ def _replace(graph: ir.Graph, site: LinearSite, block: int) -> None:
         block_size=block,
         accuracy_level=0,  # lets activations be
     )
-    put_in_place(emit, site, result)
+    replace_site(emit, site, result)
 
 
-def _parts(tensor: ir.TensorProtocol, turned: bool, block: int) -> tuple[np.ndarray, np.ndarray]:
+def _pack_weight(tensor: ir.TensorProtocol, turned: bool, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Packed codes [N, blocks, block / 2], and scales [N * blocks]; some outputs at a time, to save memory."""
     rounded = scale_dtype(tensor.dtype)
     parts = (pack_channels(channels, block, rounded) for channels in channel_parts(tensor, turned))
@@ -103,7 +103,9 @@ def pack_pairs(codes: np.ndarray) -> np.ndarray:
 def nbits_bytes(graph: ir.Graph, dtype: str) -> tuple[int, int]:
     """Bytes of the weights of all ``MatMulNBits``: stored, with their scales, and in ``dtype`` (a numpy name)."""
     nodes = [node for node in graph.all_nodes() if node.op_type == _NBITS]
-    found = {value: tensor for node in nodes for value in node.inputs[1:] if (tensor := constant_of(value)) is not None}
+    found = {
+        value: tensor for node in nodes for value in node.inputs[1:] if (tensor := find_constant(value)) is not None
+    }
     stored = sum(tensor.nbytes for tensor in found.values())
     elements = sum(node.attributes["K"].as_int() * node.attributes["N"].as_int() for node in nodes)
     return stored, elements * ITEM_BYTES[dtype]

@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specexport.onnx_emit import Emitter, has_parts, part_of
-from specexport.passes.base import constant_of, sizes_of
-from specexport.passes.experts_graph import experts_read
+from specexport.onnx_emit import Emitter, can_slice_lazily, part_of
+from specexport.passes.base import find_constant, read_sizes
+from specexport.passes.experts_graph import count_expert_weights_read
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors.base import Float32Array
@@ -55,9 +55,9 @@ class LinearSite(NamedTuple):
 def channel_parts(tensor: ir.TensorProtocol, turned: bool) -> Iterator[np.ndarray]:
     """A matrix [N, K] if ``turned``, else [K, N], by output channels: [n, K] at a time, never a whole copy."""
     axis = 0 if turned else 1
-    sizes = sizes_of(tensor)
+    sizes = read_sizes(tensor)
     width, depth = sizes[axis], sizes[1 - axis]
-    source = tensor if has_parts(tensor) else ir.tensor(tensor.numpy())
+    source = tensor if can_slice_lazily(tensor) else ir.tensor(tensor.numpy())
     step = max(1, _CHUNK // depth)
     for start in range(0, width, step):
         part = part_of(source, axis, start, min(start + step, width))
@@ -72,7 +72,7 @@ def find_sites(model: ir.Model, kind: str, *, lm_head: bool, multiples: tuple[in
     """
     for node in model.graph:
         _refuse_batched(node, kind)
-    sites = [site for node in model.graph if (site := linear_site(node)) is not None]
+    sites = [site for node in model.graph if (site := match_linear_site(node)) is not None]
     if not lm_head:
         heads = head_nodes(model, {site.node for site in sites})
         sites = [site for site in sites if site.node not in heads]
@@ -90,19 +90,19 @@ def find_sites(model: ir.Model, kind: str, *, lm_head: bool, multiples: tuple[in
     return fitting
 
 
-def linear_site(node: ir.Node) -> LinearSite | None:
+def match_linear_site(node: ir.Node) -> LinearSite | None:
     """What a node is as a linear layer; None if it is none."""
     if node.domain != "" or node.op_type not in ("MatMul", "Gemm"):
         return None
     weight = node.inputs[1]
-    tensor = constant_of(weight)
-    if weight is None or tensor is None or len(tensor.shape) != 2 or constant_of(node.inputs[0]) is not None:
+    tensor = find_constant(weight)
+    if weight is None or tensor is None or len(tensor.shape) != 2 or find_constant(node.inputs[0]) is not None:
         return None
     plain = all(node.attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
     if node.attributes.get_int("transA", 0) or not plain:
         return None
     turned = bool(node.attributes.get_int("transB", 0))
-    first, second = sizes_of(tensor)
+    first, second = read_sizes(tensor)
     return LinearSite(node, weight, turned, *((second, first) if turned else (first, second)))
 
 
@@ -110,7 +110,7 @@ def _refuse_batched(node: ir.Node, kind: str) -> None:
     if node.op_type not in _PRODUCTS:
         return
     for value in node.inputs:
-        for weight in _stored(value):
+        for weight in _find_stored(value):
             shape = tuple(weight.const_value.shape)  # type: ignore[union-attr]
             if sum(size != 1 for size in shape) > 2:
                 raise UnsupportedModelError(
@@ -120,10 +120,10 @@ def _refuse_batched(node: ir.Node, kind: str) -> None:
                 )
 
 
-def _stored(value: ir.Value | None) -> Iterator[ir.Value]:
+def _find_stored(value: ir.Value | None) -> Iterator[ir.Value]:
     """The initializer that ``value`` is, or is taken from."""
     while value is not None:
-        if constant_of(value) is not None:
+        if find_constant(value) is not None:
             yield value
             return
         producer = value.producer()
@@ -132,7 +132,7 @@ def _stored(value: ir.Value | None) -> Iterator[ir.Value]:
 
 def head_sites(model: ir.Model) -> list[LinearSite]:
     """The LM head, if it is a linear layer; of several draft heads, each of theirs."""
-    sites = {site.node: site for node in model.graph if (site := linear_site(node)) is not None}
+    sites = {site.node: site for node in model.graph if (site := match_linear_site(node)) is not None}
     return [sites[head] for head in head_nodes(model, set(sites))]
 
 
@@ -140,8 +140,8 @@ def linear_share(model: ir.Model, site: LinearSite) -> float:
     """How much of the weights that a token reads one layer has, whatever has been quantized before (0 to 1)."""
     others = (node for node in model.graph if node.op_type == BLOCK_LINEAR)
     done = sum(node.attributes["K"].as_int() * node.attributes["N"].as_int() for node in others)
-    left = sum(found.depth * found.width for node in model.graph if (found := linear_site(node)) is not None)
-    return site.depth * site.width / (done + left + experts_read(model))
+    left = sum(found.depth * found.width for node in model.graph if (found := match_linear_site(node)) is not None)
+    return site.depth * site.width / (done + left + count_expert_weights_read(model))
 
 
 def head_node(model: ir.Model, linear: set[ir.Node]) -> ir.Node | None:
@@ -160,21 +160,21 @@ def head_nodes(model: ir.Model, linear: set[ir.Node]) -> list[ir.Node]:
         if node in linear:
             found.append(node)
             continue
-        inputs = [x for x in node.inputs if x is not None and constant_of(x) is None]
+        inputs = [x for x in node.inputs if x is not None and find_constant(x) is None]
         values += inputs[::-1] if node.op_type == "Concat" else inputs[:1]
     return found
 
 
-def as_stored(scales: np.ndarray, dtype: npt.DTypeLike, steps: int) -> Float32Array:
+def round_scales(scales: np.ndarray, dtype: npt.DTypeLike, steps: int) -> Float32Array:
     """Scales rounded to a dtype, as float32; UnsupportedModelError if one, for ``steps`` codes, is beyond it."""
     with np.errstate(over="ignore"):
         found: Float32Array = scales.astype(dtype).astype(np.float32)
     if not np.isfinite(found).all():
-        raise too_large(np.abs(scales).max() * steps)
+        raise make_too_large_error(np.abs(scales).max() * steps)
     return found
 
 
-def too_large(weight: float) -> UnsupportedModelError:
+def make_too_large_error(weight: float) -> UnsupportedModelError:
     """What is raised for weights of up to this size."""
     return UnsupportedModelError(
         f"weights of up to {weight:.3g} are larger than quantization can store.",
@@ -182,7 +182,7 @@ def too_large(weight: float) -> UnsupportedModelError:
     )
 
 
-def put_in_place(emit: Emitter, site: LinearSite, result: ir.Value) -> None:
+def replace_site(emit: Emitter, site: LinearSite, result: ir.Value) -> None:
     """Put a layer's product ``result``, which ``emit`` has emitted, and its bias in the place of the layer."""
     old = site.node.outputs[0]
     if site.bias is not None:

@@ -5,9 +5,9 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from specexport.onnx_emit import Emitter, Together, constant, lazy_weight
+from specexport.onnx_emit import Emitter, SharedResults, constant, lazy_weight
 from specexport.passes.base import CountingPass, Quantizing
-from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites, put_in_place
+from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites, replace_site
 from specexport.passes.symmetric_blocks import quantize_blocks, scale_dtype
 from specexport_runtime.bundle.quant_kinds import INT4
 
@@ -45,7 +45,7 @@ class TensorRtQuantizePass(CountingPass):
 
 def _replace(graph: ir.Graph, site: LinearSite, block: int) -> None:
     dtype, name = site.tensor.dtype, f"{site.weight.name}.{INT4.name}"
-    made = Together(partial(_parts, site.tensor, site.turned, block))
+    made = SharedResults(partial(_quantize_weight, site.tensor, site.turned, block))
     sizes, scale_sizes = [site.depth, site.width], [site.depth // block, site.width]
     codes = lazy_weight(graph, name, ir.DataType.INT4, sizes, partial(made.part, 0))
     scales = lazy_weight(graph, f"{name}_scale", dtype, scale_sizes, partial(made.part, 1))
@@ -61,10 +61,10 @@ def _replace(graph: ir.Graph, site: LinearSite, block: int) -> None:
         result = emit.op("Reshape", product, widths, dtype=dtype, shape=shape)
     else:
         result = emit.op("MatMul", source, weight, dtype=dtype, shape=shape)
-    put_in_place(emit, site, result)
+    replace_site(emit, site, result)
 
 
-def _parts(tensor: ir.TensorProtocol, turned: bool, block: int) -> tuple[np.ndarray, np.ndarray]:
+def _quantize_weight(tensor: ir.TensorProtocol, turned: bool, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Codes [K, N] and scales [K / block, N] of a matrix; some outputs at a time, to save memory."""
     rounded = scale_dtype(tensor.dtype)
     parts = (quantize_blocks(part.T.astype(np.float32), block, rounded) for part in channel_parts(tensor, turned))

@@ -56,7 +56,7 @@ class ResidualBlocks(NamedTuple):
         return tuple(kinds)
 
 
-class SkipObstacle(Exception):  # noqa: N818 - an answer, not an error
+class UnskippableLayer(Exception):  # noqa: N818 - an answer, not an error
     """What keeps a layer from being skipped, as a short phrase."""
 
 
@@ -66,7 +66,7 @@ class Dataflow:
     def __init__(self, graph: ir.Graph) -> None:
         self.nodes = list(graph)
         self.position = {node: at for at, node in enumerate(self.nodes)}
-        self.reads = {node: tuple(_read_by(node)) for node in self.nodes}
+        self.reads = {node: tuple(_iterate_reads(node)) for node in self.nodes}
         self.readers: dict[ir.Value, list[ir.Node]] = {}
         for node, values in self.reads.items():
             for value in dict.fromkeys(values):
@@ -94,7 +94,7 @@ class Dataflow:
                 rest += self.reads[node]
         return found
 
-    def branch_of(self, block: ResidualBlock) -> tuple[ir.Value, list[ir.Node]]:
+    def find_branch(self, block: ResidualBlock) -> tuple[ir.Value, list[ir.Node]]:
         """The value that a block adds to the stream, and the nodes that compute it from the stream, in order.
 
         Obstacle if the block is no addition to its residual, the branch does not depend on it, or something besides the
@@ -102,70 +102,70 @@ class Dataflow:
         """
         add = block.total.producer()
         if add not in self.position or block.residual not in add.inputs or len(set(add.inputs)) != 2:
-            raise SkipObstacle(f"layer {block.layer}'s {block.kind} is not added to the residual stream")
+            raise UnskippableLayer(f"layer {block.layer}'s {block.kind} is not added to the residual stream")
         branch = next(value for value in add.inputs if value is not block.residual and value is not None)
         region = self.before([branch], self.after([block.residual], self.position[add]))
         if branch.producer() not in region:
-            raise SkipObstacle(f"layer {block.layer}'s {block.kind} does not depend on the residual stream")
+            raise UnskippableLayer(f"layer {block.layer}'s {block.kind} does not depend on the residual stream")
         allowed = region | {add}
         made = [block.residual, *(value for node in region for value in node.outputs)]
         if any(node not in allowed for value in made for node in self.readers.get(value, ())):
-            raise SkipObstacle(_LEAK.format(layer=block.layer, kind=block.kind))
+            raise UnskippableLayer(_LEAK.format(layer=block.layer, kind=block.kind))
         return branch, sorted(region, key=self.position.__getitem__)
 
 
-def _read_by(node: ir.Node) -> Iterable[ir.Value]:
+def _iterate_reads(node: ir.Node) -> Iterable[ir.Value]:
     yield from (value for value in node.inputs if value is not None)
     for attribute in node.attributes.values():
         graphs = [attribute.value] if attribute.type == ir.AttributeType.GRAPH else []
         for graph in [*graphs, *(attribute.value if attribute.type == ir.AttributeType.GRAPHS else [])]:
             for inner in graph:
-                yield from _read_by(inner)
+                yield from _iterate_reads(inner)
             yield from graph.outputs
 
 
 def find_residual_blocks(ir_model: ir.Model) -> ResidualBlocks:
     """The blocks of all layers of a traced model, before or after fusions in branches, or the first obstacle met."""
     flow = Dataflow(ir_model.graph)
-    mixers = _mixers(ir_model.graph)
+    mixers = _find_mixers(ir_model.graph)
     rest = sorted(mixers, key=flow.position.__getitem__)
     blocks: list[ResidualBlock] = []
     try:
         if not mixers:
-            raise SkipObstacle("the model has no layer with attention or a recurrence")
+            raise UnskippableLayer("the model has no layer with attention or a recurrence")
         while rest:
             layer = blocks[-1].layer + 1 if blocks else 0
-            mixer, own = _mixer_block(flow, layer, rest[0], mixers)
-            if blocks and mixer.residual is not _through_views(flow, blocks[-1].total):
-                raise SkipObstacle(f"layer {layer} does not read the residual stream as layer {layer - 1} left it")
-            mlp = _mlp_block(flow, mixer, mixers)
+            mixer, own = _find_mixer_block(flow, layer, rest[0], mixers)
+            if blocks and mixer.residual is not _skip_views(flow, blocks[-1].total):
+                raise UnskippableLayer(f"layer {layer} does not read the residual stream as layer {layer - 1} left it")
+            mlp = _find_mlp_block(flow, mixer, mixers)
             blocks += [mixer] if mlp is None else [mixer, mlp]
             rest = [node for node in rest if node not in own]
         _check_caches(flow, ir_model.graph, blocks, mixers)
-    except SkipObstacle as obstacle:
+    except UnskippableLayer as obstacle:
         return ResidualBlocks(str(obstacle))
     return ResidualBlocks(None, tuple(blocks))
 
 
 def cache_writers(graph: ir.Graph) -> list[ir.Node]:
     """The node of each layer that gives its keys' cache output: the attention, however it is called there."""
-    return _writers(graph, K_CACHE_OUT.name)
+    return _find_writers(graph, K_CACHE_OUT.name)
 
 
-def _writers(graph: ir.Graph, name: str) -> list[ir.Node]:
+def _find_writers(graph: ir.Graph, name: str) -> list[ir.Node]:
     """The nodes that give the outputs ``name.{i}``, by their numbers."""
     outputs = {value.name: value.producer() for value in graph.outputs}
     nodes = (outputs.get(name.format(i=i)) for i in range(len(outputs)))
     return [node for node in nodes if node is not None]
 
 
-def _mixers(graph: ir.Graph) -> dict[ir.Node, GateKind]:
+def _find_mixers(graph: ir.Graph) -> dict[ir.Node, GateKind]:
     """The nodes that write to caches or states, and what they are."""
-    recurrences: dict[ir.Node, GateKind] = dict.fromkeys(_writers(graph, STATE_OUT.name), "recurrence")
+    recurrences: dict[ir.Node, GateKind] = dict.fromkeys(_find_writers(graph, STATE_OUT.name), "recurrence")
     return recurrences | dict.fromkeys(cache_writers(graph), "attention")
 
 
-def _mixer_block(
+def _find_mixer_block(
     flow: Dataflow, layer: int, first: ir.Node, mixers: dict[ir.Node, GateKind]
 ) -> tuple[ResidualBlock, set[ir.Node]]:
     """The first addition of something with a mixer's first node to something before it, and the mixer's nodes."""
@@ -175,41 +175,41 @@ def _mixer_block(
             continue
         for residual in add.inputs:
             if residual is not None and residual.producer() in before:
-                return _checked_mixer(flow, ResidualBlock(mixers[first], layer, residual, add.outputs[0]), mixers)
-    raise SkipObstacle(f"layer {layer}'s {mixers[first]} is not added to the residual stream")
+                return _check_mixer_block(flow, ResidualBlock(mixers[first], layer, residual, add.outputs[0]), mixers)
+    raise UnskippableLayer(f"layer {layer}'s {mixers[first]} is not added to the residual stream")
 
 
-def _checked_mixer(
+def _check_mixer_block(
     flow: Dataflow, block: ResidualBlock, mixers: dict[ir.Node, GateKind]
 ) -> tuple[ResidualBlock, set[ir.Node]]:
     """A block's kind and nodes, unless a branch was added on the way; recurrences beside attention are one mixer."""
-    branch, region = _any_branch(flow, block)
+    branch, region = _require_branch(flow, block)
     own = mixers.keys() & set(region)
     after = flow.after([value for node in own for value in node.outputs]) | own
     from_stream = flow.after([block.residual])
     for add in flow.before([branch], after):
         sources = {value.producer() for value in add.inputs if value is not None} - after
         if _is_add(add) and sources & from_stream:
-            raise SkipObstacle(_parallel(block.layer))
+            raise UnskippableLayer(_describe_parallel(block.layer))
     kinds = {mixers[node] for node in own}
     return block._replace(kind="attention and recurrence" if len(kinds) > 1 else block.kind), own
 
 
-def _any_branch(flow: Dataflow, block: ResidualBlock) -> tuple[ir.Value, list[ir.Node]]:
-    """As ``branch_of``; a stream that is read again after the attention was added names the parallel form."""
+def _require_branch(flow: Dataflow, block: ResidualBlock) -> tuple[ir.Value, list[ir.Node]]:
+    """As ``find_branch``; a stream that is read again after the attention was added names the parallel form."""
     try:
-        return flow.branch_of(block)
-    except SkipObstacle as obstacle:
+        return flow.find_branch(block)
+    except UnskippableLayer as obstacle:
         add = block.total.producer()
         joined = [node for node in flow.readers.get(block.total, ()) if _is_add(node)]
         others = flow.after([block.residual]) - flow.after([block.total])
         beside = {value.producer() for node in joined for value in node.inputs if value is not None} - {add}
-        raise (SkipObstacle(_parallel(block.layer)) if beside & others else obstacle) from None
+        raise (UnskippableLayer(_describe_parallel(block.layer)) if beside & others else obstacle) from None
 
 
-def _mlp_block(flow: Dataflow, mixer: ResidualBlock, mixers: dict[ir.Node, GateKind]) -> ResidualBlock | None:
+def _find_mlp_block(flow: Dataflow, mixer: ResidualBlock, mixers: dict[ir.Node, GateKind]) -> ResidualBlock | None:
     """The next addition to the stream; None if that is the next layer's mixer, or there is no other."""
-    layer, stream = mixer.layer, _through_views(flow, mixer.total)
+    layer, stream = mixer.layer, _skip_views(flow, mixer.total)
     readers = flow.readers.get(stream, [])
     add = next((node for node in readers if _is_add(node)), None)
     if add is None:
@@ -217,7 +217,7 @@ def _mlp_block(flow: Dataflow, mixer: ResidualBlock, mixers: dict[ir.Node, GateK
         sums = {node for node in later if _is_add(node) and all(x and x.producer() in later for x in node.inputs)}
         passed = next((node for node in readers if sums & flow.after(node.outputs)), None)
         if passed is not None:  # the last norm and the LM head add nothing but constants
-            raise SkipObstacle(f"layer {layer} passes the residual stream itself through {passed.op_type}")
+            raise UnskippableLayer(f"layer {layer} passes the residual stream itself through {passed.op_type}")
         return None
     block = ResidualBlock("MLP", layer, stream, add.outputs[0])
     after = flow.after([stream], flow.position[add]) & flow.before(flow.reads[add])
@@ -229,19 +229,19 @@ def _check_caches(
 ) -> None:
     """Every block holds one attention at most, and gives nothing to the caller but its caches and states."""
     for block in blocks:
-        _, region = flow.branch_of(block)
+        _, region = flow.find_branch(block)
         inside = set(region)
         own = mixers.keys() & inside
         if sum(mixers[node] == "attention" for node in own) > 1:
-            raise SkipObstacle(f"layer {block.layer}'s {block.kind} holds the attention of another layer")
+            raise UnskippableLayer(f"layer {block.layer}'s {block.kind} holds the attention of another layer")
         caches = {value for node in own for value in node.outputs}
         given = {value for value in graph.outputs if value.producer() in inside}
         if given - caches or any(value in flow.readers for value in given):
-            raise SkipObstacle(_LEAK.format(layer=block.layer, kind=block.kind))
+            raise UnskippableLayer(_LEAK.format(layer=block.layer, kind=block.kind))
 
 
-def _through_views(flow: Dataflow, stream: ir.Value) -> ir.Value:
-    """The stream behind reshapes that are all that reads it: OPT takes the batch axis off before its MLP."""
+def _skip_views(flow: Dataflow, stream: ir.Value) -> ir.Value:
+    """The stream after reshapes that are all that reads it: OPT takes the batch axis off before its MLP."""
     while True:
         readers = flow.readers.get(stream, [])
         if len(readers) != 1 or readers[0].op_type not in _VIEWS or readers[0].inputs[0] is not stream:
@@ -253,5 +253,5 @@ def _is_add(node: ir.Node) -> bool:
     return node.op_type == "Add" and node.domain == ""
 
 
-def _parallel(layer: int) -> str:
+def _describe_parallel(layer: int) -> str:
     return f"layer {layer} adds attention and MLP to the residual stream in parallel"

@@ -5,7 +5,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specexport.passes.quantize_sites import as_stored
+from specexport.passes.quantize_sites import round_scales
 
 _LEAST, _MOST = -8, 7
 _SHRINK = (1.0, 0.93, 0.86, 0.79)
@@ -29,19 +29,19 @@ def quantize_blocks(
     depth, width = matrix.shape
     values = matrix.reshape(depth // block, block, width)
     largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)
-    tried = [_round_to(values, largest * np.float32(share / _LEAST), rounded) for share in _SHRINK]
+    tried = [_quantize_with_scales(values, largest * np.float32(share / _LEAST), rounded) for share in _SHRINK]
     best = np.argmin([error for _, _, error in tried], axis=0)
     codes = np.choose(best, [found for found, _, _ in tried])
     scales = np.choose(best, [scale for _, scale, _ in tried])
     return codes.reshape(depth, width).astype(ml_dtypes.int4), scales[:, 0]
 
 
-def _round_to(
+def _quantize_with_scales(
     values: np.ndarray, scales: np.ndarray, rounded: npt.DTypeLike
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes of blocks [n, block, N] with given scales [n, 1, N], the scales as they are stored, and squared errors."""
     least = np.float32(2.0**-24 if np.dtype(rounded) == np.float16 else 2.0**-126)
-    stored = as_stored(scales, rounded, -_LEAST)
+    stored = round_scales(scales, rounded, -_LEAST)
     scales = np.where(stored != 0, stored, np.where(scales == 0, np.float32(1), np.copysign(least, scales)))
     codes = np.clip(np.rint(values / scales), _LEAST, _MOST)
     return codes, scales, np.square(codes * scales - values).sum(axis=1, keepdims=True)

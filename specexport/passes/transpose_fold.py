@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import lazy_weight, part_of
-from specexport.passes.base import CountingPass, constant_of, fold_into, sizes_of
+from specexport.passes.base import CountingPass, find_constant, fold_readers_into, read_sizes
 
 FOLDED = ".transposed"
 """What is added to the name of a weight that was transposed."""
@@ -31,7 +31,7 @@ class TransposeFoldPass(CountingPass):
         for weight in list(model.graph.initializers.values()):
             turned = [use.node for use in weight.uses() if _has_perm(use.node)]
             same = {tuple(node.attributes["perm"].as_ints()) for node in turned}
-            tensor, whole = constant_of(weight), len(turned) == len(weight.uses())
+            tensor, whole = find_constant(weight), len(turned) == len(weight.uses())
             if len(same) != 1 or tensor is None or weight in model.graph.outputs:
                 continue
             if whole or (self._shared and len(tensor.shape) == 2 and all(map(_is_multiplied, turned))):
@@ -43,11 +43,11 @@ class TransposeFoldPass(CountingPass):
     def _fold(
         model: ir.Model, weight: ir.Value, tensor: ir.TensorProtocol, readers: list[ir.Node], perm: tuple[int, ...]
     ) -> None:
-        sizes = sizes_of(tensor)
+        sizes = read_sizes(tensor)
         shape = [sizes[axis] for axis in perm]
         part = partial(_part, tensor, perm)
         value = lazy_weight(model.graph, f"{weight.name}{FOLDED}", tensor.dtype, shape, part=part)
-        fold_into(model, weight, readers, value)
+        fold_readers_into(model, weight, readers, value)
 
 
 def _has_perm(node: ir.Node) -> bool:

@@ -99,7 +99,7 @@ def register_plugins(names: Iterable[str], sm: str | int) -> None:
         known = name in _KERNELS and hasattr(getattr(trtp.op, NAMESPACE, None), name)
         _KERNELS[name] = kernels
         if not known:
-            _define(trt, trtp, name)
+            _register_plugin(trt, trtp, name)
 
 
 def _check_shared_memory(name: str, kernels: PluginKernels) -> None:
@@ -108,7 +108,7 @@ def _check_shared_memory(name: str, kernels: PluginKernels) -> None:
         raise CheckFailedError(f"plugin {name} needs {most} bytes of shared memory, a launch has {MAX_SHARED_BYTES}.")
 
 
-def _define(trt: Any, trtp: Any, name: str) -> None:
+def _register_plugin(trt: Any, trtp: Any, name: str) -> None:
     """Register the three functions of one plugin."""
     plugin_id = f"{NAMESPACE}::{name}"
     signature = _KERNELS[name].spec.signature
@@ -174,7 +174,7 @@ def _tune(trt: Any, trtp: Any, kernels: PluginKernels, *arguments: Any) -> list[
     types = ", ".join(_TYPE_NAMES[kernels.spec.dtype if item.dtype == "model" else item.dtype] for item in tensors)
     combination = trtp.AutoTuneCombination(types, "LINEAR")
     if kernels.tactics:
-        sizes = {item.name: _optimum(given) for item, given in zip(signature.inputs, inputs, strict=True)}
+        sizes = {item.name: _get_optimum_shape(given) for item, given in zip(signature.inputs, inputs, strict=True)}
         combination.tactics([kernels.tactic_for(sizes["q"][0], sizes["kv_lens"][0])])
     return [combination]
 
@@ -209,7 +209,7 @@ def _data_type(trt: Any, kernels: PluginKernels, item: TensorArgument) -> Any:
     return getattr(trt.DataType, _DATA_TYPES[kernels.spec.dtype if item.dtype == "model" else item.dtype])
 
 
-def _optimum(given: Any) -> tuple[int, ...]:
+def _get_optimum_shape(given: Any) -> tuple[int, ...]:
     """Shape of an input at the profile's optimum."""
     shape = given.shape
     return tuple(shape.opt) if shape.is_dynamic else tuple(shape)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from specexport.atomic import remove_leftovers
 from specexport.checkpoint.source import file_state, resolve_source
-from specexport_runtime.bundle.held import held, take_lock
+from specexport_runtime.bundle.held import held, try_lock
 from specexport_runtime.bundle.manifest import MANIFEST_NAME, load_manifest
 from specexport_runtime.errors import CheckpointError, SpecexportError, UserInputError
 from specexport_runtime.user_cache import ROOT_VARIABLE, cache_folder, read_json, replace_file, require_folder
@@ -94,16 +94,16 @@ class BundleStatus(NamedTuple):
     gone: list[str]  # checkpoints that are there no more
 
 
-def given_place(given: str) -> str:
+def resolve_checkpoint_path(given: str) -> str:
     """An absolute path where there is such a file or folder, or was when something was built of it; else a hub id."""
     path = os.path.abspath(os.path.expanduser(given))
     if os.path.lexists(path) or given.startswith((".", "/", "~")) or given.lower().endswith(".gguf"):
         return path
-    known = any(path in kept.wanted.places.values() for kept in all_kept())
+    known = any(path in kept.wanted.places.values() for kept in list_cached_bundles())
     return path if known else given
 
 
-def read_kept(folder: Path) -> CachedBundle | None:
+def read_cached_bundle(folder: Path) -> CachedBundle | None:
     """What is kept in ``bundles/<id>``; None if nothing is, or it is damaged."""
     data: Any = read_json(folder / _RECORD)
     try:
@@ -113,23 +113,23 @@ def read_kept(folder: Path) -> CachedBundle | None:
         return None
 
 
-def find_kept(wanted: BundleSpec) -> CachedBundle | None:
+def find_cached_bundle(wanted: BundleSpec) -> CachedBundle | None:
     """The bundle that was built as wanted; None if there is none."""
     folder = cache_folder(KIND, writable=False)
-    return None if folder is None else read_kept(folder / wanted.id)
+    return None if folder is None else read_cached_bundle(folder / wanted.id)
 
 
-def all_kept() -> list[CachedBundle]:
+def list_cached_bundles() -> list[CachedBundle]:
     """Every bundle of the cache, the last used first."""
-    found = [read_kept(each) for each in _entries(cache_folder(KIND, writable=False))]
+    found = [read_cached_bundle(each) for each in _list_bundle_folders(cache_folder(KIND, writable=False))]
     return sorted((kept for kept in found if kept is not None), key=lambda kept: -kept.last_used)
 
 
-def _entries(folder: Path | None) -> list[Path]:
+def _list_bundle_folders(folder: Path | None) -> list[Path]:
     return [] if folder is None else [each for each in folder.iterdir() if _ID.fullmatch(each.name)]
 
 
-def look_at(kept: CachedBundle) -> BundleStatus:
+def check_cached_bundle(kept: CachedBundle) -> BundleStatus:
     """Compare a bundle with what it was built from, and with this release, without reading weights."""
     try:
         files = load_manifest(kept.bundle).files
@@ -140,7 +140,7 @@ def look_at(kept: CachedBundle) -> BundleStatus:
     for role, place in kept.wanted.places.items():
         before = kept.files.get(role, {})
         if os.path.isabs(place) and os.path.exists(place):
-            now = states_of(place)
+            now = find_file_states(place)
         elif all(map(os.path.exists, before)):  # of a hub id: no network is asked
             now = {path: list(file_state(Path(path))) for path in before}
         else:
@@ -157,7 +157,7 @@ def look_at(kept: CachedBundle) -> BundleStatus:
     )
 
 
-def states_of(place: str) -> dict[str, list[int]]:
+def find_file_states(place: str) -> dict[str, list[int]]:
     """The state of each file of a checkpoint; fetches it for a hub id. CheckpointError if it cannot be used."""
     path, shown = Path(place), short(place)
     fix = "give a Hugging Face folder, a .gguf file or a hub id."
@@ -202,7 +202,7 @@ def alone(folder: Path, wait: Callable[[], object] | None = None) -> Iterator[bo
     path = folder.with_name(f".{folder.name}.lock")
     while True:
         with path.open("ab") as file:
-            taken = take_lock(file.fileno(), alone=True)
+            taken = try_lock(file.fileno(), alone=True)
             if taken is False:
                 if wait is None:
                     yield False
@@ -220,7 +220,7 @@ def alone(folder: Path, wait: Callable[[], object] | None = None) -> Iterator[bo
             return
 
 
-def remove_kept(kept: CachedBundle) -> None:
+def remove_cached_bundle(kept: CachedBundle) -> None:
     """Remove a bundle, or raise OSError; engines that run it go on. UserInputError if it is being built."""
     with alone(kept.folder) as is_mine, held(kept.bundle, alone=True):
         if is_mine is False:
@@ -229,11 +229,11 @@ def remove_kept(kept: CachedBundle) -> None:
         shutil.rmtree(kept.folder)
 
 
-def sweep() -> None:
+def remove_unfinished_builds() -> None:
     """Remove what builds left that were killed."""
-    for folder in _entries(cache_folder(KIND, writable=False)):
+    for folder in _list_bundle_folders(cache_folder(KIND, writable=False)):
         with contextlib.suppress(OSError), alone(folder) as is_mine:
-            kept = read_kept(folder)
+            kept = read_cached_bundle(folder)
             if is_mine and kept is None:
                 shutil.rmtree(folder)
             elif is_mine and kept is not None:

@@ -10,10 +10,19 @@ from typing import Any
 import click
 
 from specexport.backends.base import AUTO_MODEL_LEN
-from specexport.run.bundles import BundleSpec, CachedBundle, all_kept, find_kept, given_place, look_at, short, states_of
+from specexport.run.bundles import (
+    BundleSpec,
+    CachedBundle,
+    check_cached_bundle,
+    find_cached_bundle,
+    find_file_states,
+    list_cached_bundles,
+    resolve_checkpoint_path,
+    short,
+)
 from specexport_runtime.bundle.entry import MAX_MODEL_LEN
 from specexport_runtime.bundle.manifest import MANIFEST_NAME
-from specexport_runtime.cli.any_text import typed
+from specexport_runtime.cli.any_text import decode_argument
 from specexport_runtime.cli.options import engine_flag
 from specexport_runtime.errors import BundleError, MissingDependencyError, UserInputError
 
@@ -23,7 +32,7 @@ _BUILD = (
 )
 
 
-def takes_checkpoints(command: click.Command) -> click.Command:
+def accept_checkpoints(command: click.Command) -> click.Command:
     """A command of the runtime whose bundle may be a checkpoint: it is built into the cache if it is not there."""
     made, call = copy.copy(command), command.callback
     made.params = list(command.params)
@@ -31,7 +40,7 @@ def takes_checkpoints(command: click.Command) -> click.Command:
         option(made)
     for param in made.params[len(command.params) :]:
         vars(param)["heading"] = "Checkpoints"
-    made.params = [_at_place(param) if param.name == "bundle" else param for param in made.params]
+    made.params = [_with_model_type(param) if param.name == "bundle" else param for param in made.params]
 
     def find_and_run(draft: str | None, quantize: str | None, **values: Any) -> Any:
         click.get_current_context().obj = partial(
@@ -40,7 +49,7 @@ def takes_checkpoints(command: click.Command) -> click.Command:
         try:
             return call(**values) if call is not None else None
         except BundleError as error:
-            kept = next((each for each in all_kept() if str(each.bundle) in error.message), None)
+            kept = next((each for each in list_cached_bundles() if str(each.bundle) in error.message), None)
             if kept is None:
                 raise
             fix = f"`specexport remove {kept.wanted.name}`, then run it again."
@@ -50,7 +59,7 @@ def takes_checkpoints(command: click.Command) -> click.Command:
     return made
 
 
-class ModelPlace(click.Path):
+class ModelPath(click.Path):
     """A path, or a hub id; ``./x`` stays a path."""
 
     def __init__(self) -> None:
@@ -64,9 +73,9 @@ class ModelPlace(click.Path):
         return super().convert(os.path.abspath(os.path.expanduser(value)) if typed_path else value, param, ctx)
 
 
-def _at_place(param: click.Parameter) -> click.Parameter:
+def _with_model_type(param: click.Parameter) -> click.Parameter:
     copied = copy.copy(param)
-    copied.type = ModelPlace()
+    copied.type = ModelPath()
     return copied
 
 
@@ -82,13 +91,13 @@ def find_bundle(given: Path, *, draft: str | None, quantize: str | None, max_mod
     # A build makes room for so many unless it is told otherwise; fewer are a matter of the load.
     longer = max_model_len is not None and max_model_len > AUTO_MODEL_LEN
     wanted = BundleSpec(
-        given_place(str(given)),
-        None if draft is None else given_place(draft),
+        resolve_checkpoint_path(str(given)),
+        None if draft is None else resolve_checkpoint_path(draft),
         quantize,
         max_model_len if longer else None,
     )
-    kept = find_kept(wanted)
-    look = None if kept is None else look_at(kept)
+    kept = find_cached_bundle(wanted)
+    look = None if kept is None else check_cached_bundle(kept)
     if kept is None or look is None or look.fault is not None:
         from specexport.compile.model import require_export_stack
 
@@ -106,27 +115,27 @@ def find_bundle(given: Path, *, draft: str | None, quantize: str | None, max_mod
 
 
 def _build(wanted: BundleSpec) -> CachedBundle:
-    from specexport.run.build import build_kept
+    from specexport.run.build import build_into_cache
     from specexport.run.bundles import bundles_folder
     from specexport.run.child import call_in_child
 
     for place in wanted.places.values():
         if os.path.isabs(place):
-            states_of(place)  # what is wrong with it is said at once
+            find_file_states(place)  # what is wrong with it is said at once
     bundles_folder()
-    call_in_child(build_kept, wanted)
-    kept = find_kept(wanted)
+    call_in_child(build_into_cache, wanted)
+    kept = find_cached_bundle(wanted)
     if kept is None:
         raise UserInputError(f"{wanted.name} was removed as soon as it was built.", "run it again.")
     return kept
 
 
 @click.command()
-@click.argument("target", type=ModelPlace())
+@click.argument("target", type=ModelPath())
 @click.argument("prompt", required=False)
 @_BUILD[0]
 @_BUILD[1]
-@click.option("--system", type=typed, metavar="TEXT", help="What the model is told before everything.")
+@click.option("--system", type=decode_argument, metavar="TEXT", help="What the model is told before everything.")
 @click.option("--max-tokens", type=int, help="Most tokens of an answer.  [default: as many as there is room for]")
 @click.option("--temperature", type=float, help="0 is greedy.  [default: 0; in a conversation 0.7]")
 @click.option("--seed", type=int, help="Seed of the random stream; none draws a fresh one.")

@@ -79,7 +79,7 @@ def show_estimate(stream: TextIO, name: str, sizes: Mapping[str, int]) -> Iterat
     """A progress callback for the build of ``name`` from files of ``sizes`` (bytes of each role)."""
     estimate, begin = TimeEstimate(sizes), time.monotonic()
     if stream.isatty():
-        with _line(stream, name, estimate):
+        with _show_line(stream, name, estimate):
             yield estimate.on_event
         return
     size, left = sum(sizes.values()), describe_seconds(estimate.seconds_left())
@@ -90,7 +90,7 @@ def show_estimate(stream: TextIO, name: str, sizes: Mapping[str, int]) -> Iterat
 
 
 @contextlib.contextmanager
-def _line(stream: TextIO, name: str, estimate: TimeEstimate) -> Iterator[None]:
+def _show_line(stream: TextIO, name: str, estimate: TimeEstimate) -> Iterator[None]:
     from rich.console import Console
     from rich.progress import Progress as Lines
     from rich.progress import ProgressColumn

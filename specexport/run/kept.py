@@ -10,7 +10,7 @@ import click
 
 from specexport.atomic import tree_size
 from specexport.report import Column, print_json, print_report, terminal_table
-from specexport.run.bundles import CachedBundle, all_kept, remove_kept, sweep
+from specexport.run.bundles import CachedBundle, list_cached_bundles, remove_cached_bundle, remove_unfinished_builds
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.errors import UserInputError
 from specexport_runtime.user_cache import cache_root
@@ -30,14 +30,14 @@ _DAY_S = 86400
 
 def _by_name() -> dict[str, CachedBundle]:
     """All bundles by a name that no other has."""
-    found = all_kept()
+    found = list_cached_bundles()
     count = Counter(kept.wanted.name for kept in found)
     return {
         kept.wanted.name + (f"@{kept.wanted.id[:4]}" if count[kept.wanted.name] > 1 else ""): kept for kept in found
     }
 
 
-def _others() -> dict[str, int]:
+def _measure_other_caches() -> dict[str, int]:
     """Bytes of all else in the cache, by folder."""
     folders = {name: _root() / name for name in OTHERS}
     return {name: tree_size(folder) for name, folder in folders.items() if folder.is_dir()}
@@ -60,8 +60,8 @@ def _show(size: int) -> str:
 def list_kept(as_json: bool) -> None:
     """Show the bundles that `run`, `serve`, `generate` and `chat` built, and what else is in the user's cache."""
     root = _root()
-    sweep()
-    bundles, others = _by_name(), _others()
+    remove_unfinished_builds()
+    bundles, others = _by_name(), _measure_other_caches()
     sizes = {name: tree_size(kept.folder) for name, kept in bundles.items()}
     if as_json:
         rows = [
@@ -106,7 +106,7 @@ def remove(names: tuple[str, ...], everything: bool, unused_for: float | None) -
     if unused_for is not None and not unused_for >= 0:
         raise UserInputError(f"--unused-for {unused_for:g} is no number of days.", "give 0 or more.")
     root = _root()
-    sweep()
+    remove_unfinished_builds()
     bundles = _by_name()
     for name in names:
         if name not in bundles:
@@ -119,9 +119,9 @@ def remove(names: tuple[str, ...], everything: bool, unused_for: float | None) -
     try:
         for name, kept in chosen.items():
             size = tree_size(kept.folder)
-            remove_kept(kept)
+            remove_cached_bundle(kept)
             click.echo(f"removed {name} ({_show(size)})")
-        for name, size in _others().items() if everything else ():
+        for name, size in _measure_other_caches().items() if everything else ():
             shutil.rmtree(root / name)
             click.echo(f"removed {OTHERS[name]} ({_show(size)})")
     except OSError as error:

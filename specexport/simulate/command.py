@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from specexport.bench.command import list_of
+from specexport.bench.command import comma_separated
 from specexport.report import PRINTED, json_option, save_json
 
 _FROM_0 = click.IntRange(min=0)
@@ -16,9 +16,9 @@ _Row = dict[str, Any]  # of the JSON file: one accuracy at one batch size
 
 @click.command()
 @click.option("--accuracy", "accuracies", metavar="A,…", default="0.5,0.7,0.8,0.9", show_default=True,
-              callback=list_of(float, "numbers"), help="Probability that a draft token is right.")  # fmt: skip
+              callback=comma_separated(float, "numbers"), help="Probability that a draft token is right.")  # fmt: skip
 @click.option("--batch-size", "batch_sizes", metavar="B,…", default="1,2,4,8,16", show_default=True,
-              callback=list_of(int, "whole numbers"), help="Sequences in a batch.")  # fmt: skip
+              callback=comma_separated(int, "whole numbers"), help="Sequences in a batch.")  # fmt: skip
 @click.option("--draft-length", type=int, default=7, show_default=True, help="Draft tokens a round (K).")
 @click.option("--hit-rate", type=float, default=1.0, show_default=True, help="Probability that a draft is found.")
 @click.option("--concentration", type=float, help="Draw accuracies from Beta(A·C, (1-A)·C).  [default: all have A]")

@@ -191,7 +191,7 @@ def simulate_generations(
     check(max_new_tokens >= 1, f"The number of new tokens is {max_new_tokens}.")
     rng = np.random.default_rng(seed)
     accuracies = drafts.draw_accuracies(batch_size, samples, rng)
-    parts = [generate(drafts, each, max_new_tokens, prompt_tokens, rng) for each in accuracies]
+    parts = [simulate_batches(drafts, each, max_new_tokens, prompt_tokens, rng) for each in accuracies]
     rounds, row_rounds, padding, padded_reads, own_reads = np.concatenate(parts, axis=1)
     return {
         "rounds": _mean(rounds),
@@ -201,7 +201,7 @@ def simulate_generations(
     }
 
 
-def generate(drafts: Drafts, accuracies: Floats, tokens: int, prompt: int, rng: np.random.Generator) -> Floats:
+def simulate_batches(drafts: Drafts, accuracies: Floats, tokens: int, prompt: int, rng: np.random.Generator) -> Floats:
     """Rounds, row-rounds, padding slots, slots read in a padded and in an unpadded cache: float64 [5, samples]."""
     left = np.full(accuracies.shape, tokens)
     padded_length = np.full(len(accuracies), prompt)

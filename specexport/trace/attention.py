@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import specexport.ops.torch_ops  # noqa: F401 - registers torch.ops.specexport.unpadded_attention
-from specexport.checkpoint.lengths import is_held
+from specexport.checkpoint.lengths import has_full_selection
 from specexport.trace.outside import is_outside, outside_hook
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
@@ -107,7 +107,7 @@ def _pack(x: Tensor) -> Tensor:
 _contexts: list[AttentionContext] = []
 
 
-def _attention(
+def _answer_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
 ) -> tuple[Tensor, None]:
     context = _contexts[-1]
@@ -133,22 +133,22 @@ def attention_hook(model: Any, context: AttentionContext) -> Iterator[None]:
     """Within the block, ``context`` answers the model's attention; afterwards the model's own attention is back."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(HOOK_NAME, _attention)
+    AttentionInterface.register(HOOK_NAME, _answer_attention)
     _contexts.append(context)
     try:
         if is_outside(model):
-            hooked: AbstractContextManager[None] = _hooked_outside(model, context)
+            hooked: AbstractContextManager[None] = _hook_outside_attention(model, context)
         else:
-            hooked = implementation(model, HOOK_NAME)
-            context.masks_unread = is_held(model)
-        with hooked, _unread_masks() if context.masks_unread and context.on_mask is None else nullcontext():
+            hooked = use_attention_implementation(model, HOOK_NAME)
+            context.masks_unread = has_full_selection(model)
+        with hooked, _register_dummy_masks() if context.masks_unread and context.on_mask is None else nullcontext():
             yield
     finally:
         _contexts.pop()
 
 
 @contextmanager
-def implementation(model: Any, name: str) -> Iterator[None]:
+def use_attention_implementation(model: Any, name: str) -> Iterator[None]:
     """Within the block, attention of the model and all its parts is ``name``; afterwards each has its own again."""
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     before = [(config, getattr(config, _IMPLEMENTATION, None)) for config in configs.values()]
@@ -162,30 +162,30 @@ def implementation(model: Any, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _hooked_outside(model: Any, context: AttentionContext) -> Iterator[None]:
+def _hook_outside_attention(model: Any, context: AttentionContext) -> Iterator[None]:
     """The same for models that do not ask the interface. Some want a mask, whatever it holds."""
 
     def core(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **named: Any) -> Tensor:
-        return _attention(module, q, k, v, None if context.on_mask is None else mask, **named)[0]
+        return _answer_attention(module, q, k, v, None if context.on_mask is None else mask, **named)[0]
 
     before = model.config._attn_implementation
     model.config._attn_implementation_internal = HOOK_NAME  # transformers would refuse
     try:
-        with outside_hook(model, core), _unread_masks() if context.on_mask is None else nullcontext():
+        with outside_hook(model, core), _register_dummy_masks() if context.on_mask is None else nullcontext():
             yield
     finally:
         model.config._attn_implementation_internal = before
 
 
 @contextmanager
-def _unread_masks() -> Iterator[None]:
+def _register_dummy_masks() -> Iterator[None]:
     """Within the block, masks are made for models that want one; the hook reads none."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
-    def unread(*, q_length: int, kv_length: int, **_: Any) -> Tensor:
+    def build_dummy_mask(*, q_length: int, kv_length: int, **_: Any) -> Tensor:
         return torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
 
-    type(MASKS).register(HOOK_NAME, unread)
+    type(MASKS).register(HOOK_NAME, build_dummy_mask)
     try:
         yield
     finally:

@@ -12,13 +12,15 @@ from torch import Tensor
 from specexport.channel_ranges import CacheRange, ChannelRanges
 from specexport.checkpoint.loaded import Checkpoint
 from specexport.checkpoint.stored import WEIGHT_PREFIX
-from specexport.checkpoint.streaming import stand_ins, streamed
+from specexport.checkpoint.streaming import streamed, use_random_weights
 from specexport.trace.check import empty_states, packed_step
-from specexport.trace.experts import traceable_experts
+from specexport.trace.experts import make_experts_traceable
 from specexport.trace.geometry import ModelCalls, probe_layers
 
 
-def activation_ranges(checkpoint: Checkpoint, pieces: Sequence[npt.NDArray[np.int64]]) -> dict[str, ChannelRanges]:
+def measure_activation_ranges(
+    checkpoint: Checkpoint, pieces: Sequence[npt.NDArray[np.int64]]
+) -> dict[str, ChannelRanges]:
     """How large each input channel of each linear layer gets, by the name of its weight in a traced graph."""
     from transformers.pytorch_utils import Conv1D
 
@@ -40,7 +42,7 @@ def activation_ranges(checkpoint: Checkpoint, pieces: Sequence[npt.NDArray[np.in
             for name in names[id(module.weight)]:
                 seen.setdefault(name, _LayerInputs(rows.shape[-1])).add(first, rest)
         if module is head:
-            raise _EnoughError
+            raise _HeadReachedError
 
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear | Conv1D)]
     hooks = [module.register_forward_pre_hook(watch) for module in layers]
@@ -48,7 +50,7 @@ def activation_ranges(checkpoint: Checkpoint, pieces: Sequence[npt.NDArray[np.in
         with torch.inference_mode(), streamed(model, checkpoint.stored):
             for batch in batches:
                 now[:] = batch.shape
-                with contextlib.suppress(_EnoughError):
+                with contextlib.suppress(_HeadReachedError):
                     model(input_ids=torch.from_numpy(batch), use_cache=False)
     finally:
         for hook in hooks:
@@ -76,7 +78,7 @@ class _LayerInputs:
         return ChannelRanges(self._largest.numpy(), self._first.numpy(), squares)
 
 
-class _EnoughError(Exception):
+class _HeadReachedError(Exception):
     """The LM head was reached: a logit for each token and word, which no caller wants."""
 
 
@@ -88,8 +90,8 @@ def _batches(pieces: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int
 
 def cache_ranges(checkpoint: Checkpoint, pieces: Sequence[npt.NDArray[np.int64]], *, max_len: int) -> list[CacheRange]:
     """How large the keys and values of each layer get on token ids, int64, spread over ``max_len`` positions."""
-    with traceable_experts(checkpoint.model, grouped=False):
-        with stand_ins(checkpoint.model, checkpoint.stored):
+    with make_experts_traceable(checkpoint.model, grouped=False):
+        with use_random_weights(checkpoint.model, checkpoint.stored):
             calls = probe_layers(checkpoint.model)
         return _cache_ranges(checkpoint, calls, pieces, max_len)
 

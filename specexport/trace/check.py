@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from specexport.checkpoint.loaded import Checkpoint
-from specexport.checkpoint.streaming import stand_ins, streamed
-from specexport.trace.attention import implementation
-from specexport.trace.experts import traceable_experts
+from specexport.checkpoint.streaming import streamed, use_random_weights
+from specexport.trace.attention import use_attention_implementation
+from specexport.trace.experts import make_experts_traceable
 from specexport.trace.export import PackedModel, TracedModel, trace_model
 from specexport.trace.geometry import ModelCalls, probe_layers
 from specexport.trace.layer_kinds import LayerKinds, LayerWatch
 from specexport.trace.layers import FeatureRequest
 from specexport.trace.refuse import check_config, refuse
-from specexport.trace.unroll import calls_of, only
+from specexport.trace.unroll import select_calls, skip_other_layers
 from specexport_runtime.abi import STATE_STEPS, STEP_INPUTS, state_shapes
 from specexport_runtime.errors import SpecexportError
 
@@ -37,8 +37,8 @@ def trace_checkpoint(
     """Trace a checkpoint to ONNX IR, once packed and own attention agree; else UnsupportedModelError."""
     model: Any = checkpoint.model
     check_config(model)
-    with traceable_experts(model, grouped=group_experts):
-        with stand_ins(model, checkpoint.stored):
+    with make_experts_traceable(model, grouped=group_experts):
+        with use_random_weights(model, checkpoint.stored):
             calls = probe_layers(model)
             kinds = check_packed(model, calls)
         if isinstance(kinds, str):
@@ -46,11 +46,11 @@ def trace_checkpoint(
         return trace_model(model, calls, checkpoint.stored, features, kinds)
 
 
-def eager_logits(
+def compute_eager_logits(
     model: Any, sequences: "Sequence[Sequence[int]]", *, together: bool = False
 ) -> list[npt.NDArray[np.float32]]:
     """Logits float32 [len, V] of each sequence, eager, without a cache; ``together`` runs the model once."""
-    with torch.no_grad(), implementation(model, "eager"):
+    with torch.no_grad(), use_attention_implementation(model, "eager"):
         if together:
             longest = max(map(len, sequences))
             filled = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences])
@@ -61,11 +61,11 @@ def eager_logits(
     return [result.float().numpy() for result in results]
 
 
-def reference_logits(checkpoint: Checkpoint, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+def compute_reference_logits(checkpoint: Checkpoint, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
     """Logits float32 [len, V] of each sequence by eager transformers alone; UnsupportedModelError if that fails."""
     with streamed(checkpoint.model, checkpoint.stored):
         try:
-            return eager_logits(checkpoint.model, sequences, together=bool(checkpoint.stored))
+            return compute_eager_logits(checkpoint.model, sequences, together=bool(checkpoint.stored))
         except SpecexportError:
             raise
         except Exception as error:  # whatever a model's own code may raise
@@ -86,24 +86,24 @@ def check_packed(model: Any, calls: ModelCalls) -> LayerKinds | str:
     kept = _empty_caches(model, calls)
     watch = LayerWatch(model, kept, 2 * len(calls.attention))
     with watch.installed():
-        next(_packed_steps(model, calls, sequences, kept))
+        next(_run_packed_steps(model, calls, sequences, kept))
     kinds = watch.result()
     if not isinstance(kinds, str):
         few = kinds.traced()
         try:
-            with only(kinds, few):
-                _compare(model, calls_of(calls, kinds, few), sequences, _by_states(calls))
+            with skip_other_layers(kinds, few):
+                _compare(model, select_calls(calls, kinds, few), sequences, _describe_states(calls))
         except Exception:  # a model may look into layers that have nothing in them: the whole one decides
             kinds = "a few of its layers do not work alone"
         else:
             return kinds
-    _compare(model, calls, sequences, _by_states(calls))
+    _compare(model, calls, sequences, _describe_states(calls))
     return kinds
 
 
 def _compare(model: Any, calls: ModelCalls, sequences: list[list[int]], hint: str) -> None:
-    expected = eager_logits(model, sequences)
-    for (starts, ends), logits in _packed_steps(model, calls, sequences, _empty_caches(model, calls)):
+    expected = compute_eager_logits(model, sequences)
+    for (starts, ends), logits in _run_packed_steps(model, calls, sequences, _empty_caches(model, calls)):
         wanted = np.concatenate([expected[row][starts[row] : ends[row]] for row in range(2)])
         error, scale = float(np.abs(logits - wanted).max()), max(1.0, float(np.abs(wanted).max()))
         if not error <= TOLERANCE[model.dtype] * scale:
@@ -114,7 +114,7 @@ def _compare(model: Any, calls: ModelCalls, sequences: list[list[int]], hint: st
             raise refuse(model, reason + hint)
 
 
-def _packed_steps(
+def _run_packed_steps(
     model: Any, calls: ModelCalls, sequences: list[list[int]], kept: list[Tensor]
 ) -> Iterator[tuple[tuple[tuple[int, ...], tuple[int, ...]], npt.NDArray[np.float32]]]:
     """Where two ragged steps begin and end in each sequence, and their logits [T, V]."""
@@ -145,7 +145,7 @@ def _empty_caches(model: Any, calls: ModelCalls) -> list[Tensor]:
     return kept + empty_states(calls, 2)
 
 
-def _by_states(calls: ModelCalls) -> str:
+def _describe_states(calls: ModelCalls) -> str:
     """What to think of where a model keeps states: that not all of them are seen."""
     if not calls.recurrences:
         return ""
@@ -165,7 +165,7 @@ def packed_step(
     model: Any,
     calls: ModelCalls,
     *,
-    tokens: "Sequence[int] | npt.NDArray[np.int64]",  # of all rows, one row behind the other [T]
+    tokens: "Sequence[int] | npt.NDArray[np.int64]",  # of all rows, one row after the other [T]
     positions: "Sequence[int] | npt.NDArray[np.int64]",  # of each token [T]
     kv_lens: "Sequence[int]",  # cache entries of each row before the step
     counts: "Sequence[int]",  # new tokens of each row

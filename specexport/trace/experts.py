@@ -44,22 +44,22 @@ _gatings: list[dict[int, Gating | None]] = []
 
 
 @contextmanager
-def traceable_experts(model: Any, *, grouped: bool) -> Iterator[None]:
+def make_experts_traceable(model: Any, *, grouped: bool) -> Iterator[None]:
     """Within the block, expert layers run without loops over data; ``grouped`` ones are ``specexport::Experts``."""
-    with answered_experts(model, grouped=grouped):
+    with replace_expert_forwards(model, grouped=grouped):
         can = getattr(model, "_can_set_experts_implementation", None)
-        with _implemented(model, grouped=grouped) if can is not None and can() else nullcontext():
+        with _use_implementation(model, grouped=grouped) if can is not None and can() else nullcontext():
             yield
 
 
 @contextmanager
-def _implemented(model: Any, *, grouped: bool) -> Iterator[None]:
+def _use_implementation(model: Any, *, grouped: bool) -> Iterator[None]:
     """The same for layers that ask transformers' interface."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(GROUPED, _experts)
+    ALL_EXPERTS_FUNCTIONS.register(GROUPED, _run_grouped_experts)
     before = model.config._experts_implementation
-    _gatings.append({id(module): gating_of(module) for module in model.modules()} if grouped else {})
+    _gatings.append({id(module): find_gating(module) for module in model.modules()} if grouped else {})
     model.set_experts_implementation(GROUPED if grouped else BATCHED)
     try:
         yield
@@ -68,7 +68,7 @@ def _implemented(model: Any, *, grouped: bool) -> Iterator[None]:
         _gatings.pop()
 
 
-def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _run_grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The registered function: [T, H], and each token's experts [T, K] and their weights."""
     gating = _gatings[-1].get(id(module))
     if gating is None:
@@ -94,11 +94,11 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     return result
 
 
-def gating_of(module: Any) -> Gating | None:
+def find_gating(module: Any) -> Gating | None:
     """How a module's experts gate, found by trying it; None for modules without experts and for other gates."""
     plain = not getattr(module, "has_post_expert_norm", False)
     if plain and getattr(module, "has_gate", None) is False and isinstance(getattr(module, "up_proj", None), Tensor):
-        return _squared(module)
+        return _match_squared_relu(module)
     if (
         not plain
         or not getattr(module, "has_gate", False)
@@ -123,7 +123,7 @@ def gating_of(module: Any) -> Gating | None:
         return next((kind for each in kinds if _matches(kind := Gating(*each), tried, wanted)), None)
 
 
-def _squared(module: Any) -> Gating | None:
+def _match_squared_relu(module: Any) -> Gating | None:
     """Experts without a gate whose outputs are squared where they are positive, and 0 elsewhere."""
     tried = torch.linspace(-_WIDE, _WIDE, 64)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def _matches(kind: Gating, tried: Tensor, wanted: Tensor) -> bool:
     return bool(torch.allclose(found, wanted.float(), rtol=1e-5, atol=1e-5))
 
 
-def _summed(x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _sum_expert_outputs(x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Of each token's own copies of its experts [T, K, I, H], and their last layers [T, K, H, I]: [T, H]."""
     column = x[:, None, :, None]
     given = down @ (torch.nn.functional.silu(gate @ column) * (up @ column))
@@ -151,7 +151,7 @@ def _dbrx(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     shape = (module.num_experts, module.ffn_hidden_size, module.hidden_size)
     w1, v1, w2 = (weight.view(shape)[top_k_index] for weight in (module.mlp.w1, module.mlp.v1, module.mlp.w2))
     x = hidden_states.reshape(-1, module.hidden_size)
-    return _summed(x, top_k_weights, w1, v1, w2.transpose(2, 3)).view(hidden_states.shape)
+    return _sum_expert_outputs(x, top_k_weights, w1, v1, w2.transpose(2, 3)).view(hidden_states.shape)
 
 
 def _longcat_flash(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def _longcat_flash(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     routed = top_k_index < module.num_routed_experts
     ids = torch.where(routed, top_k_index, 0)
     gate, up = module.gate_up_proj[ids].chunk(2, dim=2)
-    given = _summed(hidden_states, torch.where(routed, top_k_weights, 0.0), gate, up, module.down_proj[ids])
+    given = _sum_expert_outputs(hidden_states, torch.where(routed, top_k_weights, 0.0), gate, up, module.down_proj[ids])
     kept = torch.where(routed, 0.0, top_k_weights).sum(-1, keepdim=True)
     return given + hidden_states * kept.to(hidden_states.dtype)
 
@@ -176,7 +176,7 @@ def _llama4(module: Any, hidden_states: Tensor, *, grouped: bool) -> tuple[Tenso
         given = torch.ops.specexport.experts(rows, ids, ones, gate_up, None, down, None, *_SWIGLU)
     else:
         gate, up = gate_up[ids].chunk(2, dim=2)
-        given = _summed(rows, ones, gate, up, down[ids])
+        given = _sum_expert_outputs(rows, ones, gate, up, down[ids])
     return module.shared_expert(x) + given.view(-1, module.top_k, module.hidden_dim).sum(1), logits
 
 
@@ -189,7 +189,7 @@ _MODULES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 
 
 @contextmanager
-def answered_experts(model: Any, *, grouped: bool) -> Iterator[None]:
+def replace_expert_forwards(model: Any, *, grouped: bool) -> Iterator[None]:
     """Within the block, such modules can be traced; ``grouped`` ones are ``specexport::Experts``."""
     answered = []
     for module in model.modules():

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from specexport.checkpoint.stored import WEIGHT_PREFIX, Stored, stored_tensor
-from specexport.checkpoint.streaming import blanks
+from specexport.checkpoint.streaming import use_empty_weights
 from specexport.ops.onnx_op import build_translation, register_schema
 from specexport.ops.spec import DIM_NAMES, EXPERTS, RECURRENCES, UNPADDED_ATTENTION
 from specexport.trace.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
 from specexport.trace.geometry import ModelCalls
-from specexport.trace.layer_kinds import LayerKinds, Unlike
-from specexport.trace.layers import FeatureRequest, tapped
+from specexport.trace.layer_kinds import LayerKinds, LayersDiffer
+from specexport.trace.layers import FeatureRequest, record_taps
 from specexport.trace.quirks import PackedTokens, quirks
-from specexport.trace.recurrence import RecurrenceCall, RecurrenceContext, recur, recurrence_hook
+from specexport.trace.recurrence import RecurrenceCall, RecurrenceContext, call_recurrence_op, recurrence_hook
 from specexport.trace.refuse import refuse
-from specexport.trace.unroll import calls_of, only, unroll
+from specexport.trace.unroll import select_calls, skip_other_layers, unroll
 from specexport_runtime.abi import (
     CACHE_INPUTS,
     FEATURES,
@@ -98,13 +98,13 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
             state, pending = states[pair]
             _, cu_new_tokens, row_starts, _, _, pad_index, unpad_index = step
             rows = (cu_new_tokens, row_starts, pad_index, unpad_index)
-            output, *states[pair] = recur(call, given, (state, pending), inputs[len(STEP_INPUTS)], rows)
+            output, *states[pair] = call_recurrence_op(call, given, (state, pending), inputs[len(STEP_INPUTS)], rows)
             return output
 
         with (
             attention_hook(self.model, AttentionContext(answer)),
             recurrence_hook(self.model, RecurrenceContext(recurs)),
-            tapped(self.model, self.taps) as found,
+            record_taps(self.model, self.taps) as found,
             quirks(self.model, PackedTokens(positions, wanted)) as asked,
         ):
             result = self.model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **asked)
@@ -142,7 +142,7 @@ def trace_model(
     """
     layers = tuple(call.geometry for call in calls.attention)
     states = tuple(call.geometry for call in calls.recurrences)
-    with torch.no_grad(), blanks(model, stored or {}) as names:
+    with torch.no_grad(), use_empty_weights(model, stored or {}) as names:
         try:
             ir_model, whole = _trace_layers(model, calls, features, kinds)
         except SpecexportError:
@@ -176,11 +176,13 @@ def _trace_layers(
         return trace(calls), f"each of its {len(traced)} layers computes something of its own" if alone else None
     weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     try:
-        with only(kinds, traced):
+        with skip_other_layers(kinds, traced):
             finish = partial(unroll, kinds=kinds, traced=traced, weights=weights, taps=taps)
-            return trace(calls_of(calls, kinds, traced), finish), None
+            return trace(select_calls(calls, kinds, traced), finish), None
     except Exception as error:  # of the exporter too: the whole model decides
-        return trace(calls), str(error) if isinstance(error, Unlike) else "a few of its layers are not exported alone"
+        return trace(calls), str(error) if isinstance(
+            error, LayersDiffer
+        ) else "a few of its layers are not exported alone"
 
 
 def trace_step(
@@ -203,7 +205,7 @@ def trace_step(
     cache_inputs, cache_outputs = cache_names(len(layers))
     if reads_only:
         cache_outputs = []
-    with _quiet(), torch.no_grad():
+    with _silence_exporter(), torch.no_grad():
         exported = torch.export.export(packed, arguments, dynamic_shapes={"inputs": dims}, strict=False)
         program = torch.onnx.export(
             exported,
@@ -280,17 +282,17 @@ def name_dimensions(ir_model: ir.Model) -> None:
     values = [*ir_model.graph.inputs, *(value for node in ir_model.graph for value in node.outputs)]
     for value in values:
         if value.shape is not None:
-            value.shape = ir.Shape([_named(dim, pattern, symbols) for dim in value.shape])
+            value.shape = ir.Shape([_rename_dimension(dim, pattern, symbols) for dim in value.shape])
 
 
-def _named(dim: Any, pattern: re.Pattern[str], symbols: dict[str, str]) -> Any:
+def _rename_dimension(dim: Any, pattern: re.Pattern[str], symbols: dict[str, str]) -> Any:
     if isinstance(dim, int) or dim.value is None:  # None is "unknown"; as a name it would mean "all the same"
         return dim
     return pattern.sub(lambda match: symbols[match[1]], str(dim.value))
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_exporter() -> Iterator[None]:
     """Silence the exporter: its warnings are about itself, and what matters is checked on the graph."""
     names = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "transformers")
     loggers = [logging.getLogger(name) for name in names]

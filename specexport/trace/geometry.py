@@ -16,7 +16,7 @@ from specexport_runtime.errors import UnsupportedModelError
 
 _PROBE_TOKENS = 3
 _FAR = 10_000_019
-"""A position behind every window."""
+"""A position after every window."""
 
 
 class ModelCalls(NamedTuple):
@@ -100,11 +100,17 @@ class _MaskRecorder:
     def window(self, call: LayerCall) -> int:
         """The window of a call, -1 for none: the mask's where the layer announces another, as in eager attention."""
         rule = self._rules[call.index]
-        if rule is None or _sees(rule, _FAR, 0):
+        if rule is None or _is_visible(rule, _FAR, 0):
             return call.window if call.own_mask else -1
-        if call.window > 0 and _sees(rule, _FAR, _FAR - call.window + 1) and not _sees(rule, _FAR, _FAR - call.window):
+        if (
+            call.window > 0
+            and _is_visible(rule, _FAR, _FAR - call.window + 1)
+            and not _is_visible(rule, _FAR, _FAR - call.window)
+        ):
             return call.window
-        return bisect_left(range(_FAR), True, key=lambda back: not _sees(rule, _FAR, _FAR - back))  # checked below
+        return bisect_left(
+            range(_FAR), True, key=lambda back: not _is_visible(rule, _FAR, _FAR - back)
+        )  # checked below
 
     def check(self, model: Any, call: LayerCall) -> None:
         """Compare the recorded rule with causal-in-a-window at the places where they could differ."""
@@ -119,11 +125,11 @@ class _MaskRecorder:
             near = {query - edge - 1, query - edge, query - edge + 1, query - 1, query, query + 1, 0, query // 2}
             for key in sorted(k for k in near if k >= 0):
                 seen = key <= query and (call.window < 0 or call.own_mask or key > query - call.window)
-                if _sees(rule, query, key) != seen:
+                if _is_visible(rule, query, key) != seen:
                     kind = f"a window of {call.window}" if call.window > 0 else "causal"
                     raise refuse(model, f"layer {call.layer} masks position {key} from {query} unlike {kind}")
 
 
-def _sees(rule: Any, query: int, key: int) -> bool:
+def _is_visible(rule: Any, query: int, key: int) -> bool:
     zero = torch.tensor(0)
     return bool(rule(zero, zero, torch.tensor(query), torch.tensor(key)))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any
 
-from specexport.trace.layers import hidden_of
+from specexport.trace.layers import get_hidden_state
 
 ATTENTION, RECURRENCE = "attention", "recurrence"
 """Words for what a tensor that a step keeps belongs to."""
@@ -30,7 +30,7 @@ class LayerKinds(NamedTuple):
     rest: tuple[Any, ...]  # what each layer gives beside the hidden state, None for layers that give that alone
 
     def traced(self, taps: Sequence[int] = ()) -> list[int]:
-        """Layers that must be traced: the first and the last of each kind, and those that a head reads behind."""
+        """Layers that must be traced: the first and the last of each kind, and those that a head reads after."""
         found = set(self.kinds) | {tap - 1 for tap in taps if 0 < tap <= len(self.kinds)}
         last = {kind: layer for layer, kind in enumerate(self.kinds)}
         return sorted(found | set(last.values()))
@@ -41,7 +41,7 @@ class LayerKinds(NamedTuple):
         return range(first, first + self.calls[layer][word])
 
 
-class Unlike(Exception):  # noqa: N818
+class LayersDiffer(Exception):  # noqa: N818
     """A layer's trace is not what its kind says; the text says why."""
 
 
@@ -72,10 +72,10 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
         named = kwargs or {}
         if self._now is None:
             return func(*args, **named)
-        note = (func, self._named(args), self._named(named))
+        note = (func, self._to_comparable(args), self._to_comparable(named))
         result = func(*args, **named)
         self._notes[-1].append(note)
-        self._number(result)
+        self._number_results(result)
         return result
 
     @contextmanager
@@ -83,8 +83,8 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
         """Within the block, one run of the model is watched."""
         hooks = []
         for index, layer in enumerate(self._layers):
-            hooks.append(layer.register_forward_pre_hook(self._before(index), with_kwargs=True))
-            hooks.append(layer.register_forward_hook(self._after(index)))
+            hooks.append(layer.register_forward_pre_hook(self._make_enter_hook(index), with_kwargs=True))
+            hooks.append(layer.register_forward_hook(self._make_leave_hook(index)))
         try:
             with self:
                 yield
@@ -109,7 +109,7 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
         numbered: dict[int, frozenset[int]] = {}  # of each kind with two layers, where a layer's number stands
         for layer, notes in enumerate(self._notes):
             for first in sorted(set(kinds)):
-                places = _numbers(self._notes[first], notes, first, layer)
+                places = _find_number_places(self._notes[first], notes, first, layer)
                 if places is not None and numbered.setdefault(first, places) == places:
                     kinds.append(first)
                     break
@@ -117,27 +117,27 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
                 kinds.append(layer)
         return tuple(kinds)
 
-    def _before(self, index: int) -> Callable[..., None]:
+    def _make_enter_hook(self, index: int) -> Callable[..., None]:
         def enter(_layer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             hidden = given[0] if given else named.get("hidden_states")
             if self._now is not None or index != len(self._notes) or not isinstance(hidden, Tensor):
-                self._trouble = self._trouble or "its layers do not run one behind the other"
+                self._trouble = self._trouble or "its layers do not run one after the other"
                 return
             if index and hidden is not self._hidden:
                 self._trouble = self._trouble or "something is computed between its layers"
             self._now = index
             self._local, self._seen = {id(hidden): "hidden"}, {ATTENTION: [], RECURRENCE: []}
             self._held.append(hidden)
-            self._notes.append([(self._named(given), self._named(named))])
+            self._notes.append([(self._to_comparable(given), self._to_comparable(named))])
 
         return enter
 
-    def _after(self, index: int) -> Callable[..., None]:
+    def _make_leave_hook(self, index: int) -> Callable[..., None]:
         def leave(_layer: Any, _given: Any, output: Any) -> None:
             if self._now != index:
                 return
-            self._notes[-1].append(self._named(output))
-            self._now, self._hidden = None, hidden_of(output)
+            self._notes[-1].append(self._to_comparable(output))
+            self._now, self._hidden = None, get_hidden_state(output)
             rest = None if isinstance(output, Tensor) else tuple(output[1:])
             if tree_any(lambda each: isinstance(each, Tensor), rest):
                 self._trouble = self._trouble or "its layers hand more on than a hidden state"
@@ -146,26 +146,31 @@ class LayerWatch(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
 
         return leave
 
-    def _number(self, result: Any) -> None:
+    def _number_results(self, result: Any) -> None:
         """Give what a function made a number in its layer; what it got and gives back keeps its own."""
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, Tensor) and id(value) not in self._local:
                 self._local[id(value)] = f"value {len(self._local)}"
                 self._held.append(value)
 
-    def _named(self, value: Any) -> Any:
+    def _to_comparable(self, value: Any) -> Any:
         """Arguments in a form that can be compared."""
         if isinstance(value, Tensor):
-            return self._tensor(value)
+            return self._describe_tensor(value)
         if isinstance(value, (tuple, list)):
-            return (type(value).__name__, *(self._named(each) for each in value))
+            return (type(value).__name__, *(self._to_comparable(each) for each in value))
         if isinstance(value, dict):
-            return ("dict", *((key, self._named(each)) for key, each in sorted(value.items())))
+            return ("dict", *((key, self._to_comparable(each)) for key, each in sorted(value.items())))
         if isinstance(value, slice):
-            return ("slice", self._named(value.start), self._named(value.stop), self._named(value.step))
+            return (
+                "slice",
+                self._to_comparable(value.start),
+                self._to_comparable(value.stop),
+                self._to_comparable(value.step),
+            )
         return value
 
-    def _tensor(self, value: Tensor) -> str:
+    def _describe_tensor(self, value: Tensor) -> str:
         """In words, so that no number of a tensor is taken for a layer's."""
         key = id(value)
         if key in self._local:
@@ -205,7 +210,7 @@ def _owners(model: Any, path: str) -> dict[int, tuple[int | None, str]]:
     return found
 
 
-def _numbers(one: Any, other: Any, first: int, second: int) -> frozenset[int] | None:
+def _find_number_places(one: Any, other: Any, first: int, second: int) -> frozenset[int] | None:
     """Where the notes of layers ``first`` and ``second`` have these numbers; None if they differ in more."""
     flat = list(_leaves(one)), list(_leaves(other))
     if len(flat[0]) != len(flat[1]):

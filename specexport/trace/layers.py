@@ -20,18 +20,18 @@ def find_layers(model: Any, hint: str) -> Any:
         for module in model.modules()
         if isinstance(module, torch.nn.ModuleList)
         and len(module) == size
-        and all(i in _numbers(layer) for i, layer in enumerate(module))
+        and all(i in _find_layer_numbers(layer) for i, layer in enumerate(module))
     ]
     if len(found) != 1:
         raise refuse(model, f"its {size} decoder layers are in {len(found)} lists of modules, not in one", hint)
     return found[0]
 
 
-def _numbers(layer: Any) -> set[int]:
+def _find_layer_numbers(layer: Any) -> set[int]:
     return {module.layer_idx for module in layer.modules() if isinstance(getattr(module, "layer_idx", None), int)}
 
 
-def hidden_of(output: Any) -> Tensor:
+def get_hidden_state(output: Any) -> Tensor:
     """The hidden state of what a layer, or a whole model without its LM head, gives."""
     hidden: Tensor = output if isinstance(output, Tensor) else output[0]
     return hidden
@@ -41,14 +41,14 @@ class FeatureRequest(NamedTuple):
     """The features that a target is to give."""
 
     # Hidden states: ``i`` is what decoder layer ``i`` reads, N (how many there are) what the last one gives,
-    # ``abi.AFTER_NORM`` what is behind the last norm
+    # ``abi.AFTER_NORM`` what is after the last norm
     taps: tuple[int, ...]
     projection: Any  # a module from the list of ``taps``, [..., H] each, to the features [..., E]
     size: int  # E
 
 
 @contextmanager
-def tapped(model: Any, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+def record_taps(model: Any, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Within the block, what the model's last run had at ``taps``, [B, T, H] each, by tap."""
     if not taps:  # a model without a head may have its layers anywhere
         yield {}
@@ -71,7 +71,7 @@ def tapped(model: Any, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
 
     def after(index: int) -> Any:
         def note(_module: Any, _given: Any, output: Any) -> None:
-            found[index] = hidden_of(output)
+            found[index] = get_hidden_state(output)
 
         return note
 

@@ -66,7 +66,7 @@ def _falcon(
 def _scores(
     core: Core, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
 ) -> tuple[Tensor, None]:
-    """``_attn`` of GPT-J and CodeGen, behind the rotary embedding."""
+    """``_attn`` of GPT-J and CodeGen, after the rotary embedding."""
     q, k = query.to(value.dtype), key.to(value.dtype)
     return core(module, q, k, value, attention_mask, scaling=1 / module.scale_attn).transpose(1, 2), None
 
@@ -149,7 +149,7 @@ _FAMILIES: dict[str, tuple[str, Callable[..., Any]]] = {
 """Class of an attention module to the method that is replaced, and what stands for it."""
 
 
-def _modules(model: Any) -> list[Any]:
+def _find_outside_modules(model: Any) -> list[Any]:
     return [
         module
         for module in model.modules()
@@ -160,13 +160,13 @@ def _modules(model: Any) -> list[Any]:
 
 def is_outside(model: Any) -> bool:
     """Whether the model's attention is answered here, and not by the attention interface."""
-    return bool(_modules(model))
+    return bool(_find_outside_modules(model))
 
 
 @contextmanager
 def outside_hook(model: Any, core: Core) -> Iterator[None]:
     """Within the block, ``core`` answers the attention of such a model; afterwards its own methods are back."""
-    modules = _modules(model)
+    modules = _find_outside_modules(model)
     for module in modules:
         method, stand_in = _FAMILIES[type(module).__name__]
         setattr(module, method, partial(stand_in, core, module))

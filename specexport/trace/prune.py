@@ -18,10 +18,10 @@ from specexport.checkpoint.loaded import Checkpoint
 from specexport.checkpoint.stored import WEIGHT_PREFIX
 from specexport.trace.attention import LayerCall
 from specexport.trace.check import TOLERANCE
-from specexport.trace.experts import traceable_experts
+from specexport.trace.experts import make_experts_traceable
 from specexport.trace.geometry import probe_layers
-from specexport.trace.layers import find_layers, hidden_of
-from specexport.trace.quirks import takes_rows
+from specexport.trace.layers import find_layers, get_hidden_state
+from specexport.trace.quirks import has_logits_to_keep
 from specexport.trace.refuse import check_config, refuse
 
 _HINT = "leave out --draft-layers, or take another draft."
@@ -60,8 +60,8 @@ def drop_layers(checkpoint: Checkpoint, dropped: Collection[int], hint: str = _H
     tokens = torch.tensor([[(11 * i + 5) % vocab for i in range(_PROOF_TOKENS)]])
     whole = _calls(model)
     wanted_calls = [replace(whole[old], index=new, layer=new) for new, old in enumerate(kept)]
-    with left_out(model, dropped, hint):
-        wanted = _read(model, tokens)
+    with skip_layers(model, dropped, hint):
+        wanted = _compute_logits(model, tokens)
     owners = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     _remove(model, layers, kept)
     checkpoint.kept = {  # layers have other numbers now
@@ -71,7 +71,7 @@ def drop_layers(checkpoint: Checkpoint, dropped: Collection[int], hint: str = _H
     }
     checkpoint.num_parameters = sum(parameter.numel() for parameter in model.parameters())
     try:
-        calls, found = _calls(model), _read(model, tokens)
+        calls, found = _calls(model), _compute_logits(model, tokens)
     except Exception as error:  # whatever of it still counts on all layers
         raise refuse(model, f"without some layers its forward pass fails ({_line(error)})", hint) from error
     limit = TOLERANCE[model.dtype] * max(1.0, float(wanted.abs().max()))
@@ -80,7 +80,7 @@ def drop_layers(checkpoint: Checkpoint, dropped: Collection[int], hint: str = _H
 
 
 @contextmanager
-def left_out(model: Any, dropped: Collection[int], hint: str = _HINT) -> Iterator[None]:
+def skip_layers(model: Any, dropped: Collection[int], hint: str = _HINT) -> Iterator[None]:
     """Within the block, ``dropped`` decoder layers hand their input on; refused with ``hint`` where they cannot."""
     with _watch(model, find_layers(model, hint), dropped, hint=hint):
         yield
@@ -98,7 +98,7 @@ def _measure(
 
     with _watch(model, layers, dropped, note):
         for piece in pieces:
-            _read(model, torch.from_numpy(piece)[None], last=1)
+            _compute_logits(model, torch.from_numpy(piece)[None], last=1)
     total = sum(map(len, pieces))
     # What is no number (float16 overflows) is refused later, by name. Rounding can go beyond 1.
     means = np.clip(np.nan_to_num(np.array(sums) / total, nan=-1.0), -1.0, 1.0)
@@ -114,7 +114,7 @@ def _watch(
     def hook(index: int) -> Callable[..., Any]:
         def after(_layer: Any, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
             before = given[0] if given else named.get("hidden_states")
-            hidden = hidden_of(output)
+            hidden = get_hidden_state(output)
             if not isinstance(before, Tensor) or not isinstance(hidden, Tensor) or before.shape != hidden.shape:
                 raise refuse(model, f"layer {index} does not turn one hidden state into another", hint)
             if note is not None:
@@ -133,16 +133,16 @@ def _watch(
             each.remove()
 
 
-def _read(model: Any, ids: Tensor, last: int = 0) -> Tensor:
+def _compute_logits(model: Any, ids: Tensor, last: int = 0) -> Tensor:
     """Logits of ``ids`` [1, T]: of the last few tokens, or of all where ``last`` is 0."""
     with torch.no_grad():
-        asked = {"logits_to_keep": last} if takes_rows(model) else {}
+        asked = {"logits_to_keep": last} if has_logits_to_keep(model) else {}
         logits: Tensor = model(input_ids=ids, use_cache=False, **asked).logits
     return logits[:, -last:]
 
 
 def _calls(model: Any) -> list[LayerCall]:
-    with traceable_experts(model, grouped=False):
+    with make_experts_traceable(model, grouped=False):
         found = probe_layers(model)
     if found.recurrences:
         raise refuse(model, "some of its layers keep a state", _HINT)

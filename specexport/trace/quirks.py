@@ -3,7 +3,7 @@
 To add one: a function of the model and the step, and a line in :data:`QUIRKS`.
 
 - Positions: some decoders do not hand on the positions that they are given. BART and its kin count from the cache's
-  length; RoBERTa and its kin count the ids that are no padding, and begin behind the padding token's id. What such a
+  length; RoBERTa and its kin count the ids that are no padding, and begin after the padding token's id. What such a
   module takes is replaced, by the form of the module and not by model. A padding token inside a text is a token as any
   other here.
 - Complex numbers: rotary embeddings of some models are written as complex products. ONNX has no complex type, and
@@ -43,12 +43,12 @@ def positions_hook(model: Any, positions: Tensor) -> Iterator[None]:
         if first is None or "position_ids" not in inspect.signature(module.forward).parameters:
             continue
 
-        def told(_: Any, given: Any, named: dict[str, Any], first: int = first) -> tuple[Any, dict[str, Any]]:
+        def pass_positions(_: Any, given: Any, named: dict[str, Any], first: int = first) -> tuple[Any, dict[str, Any]]:
             before = named.get("position_ids")
             shape = (-1,) if before is None else before.shape
             return given, {**named, "position_ids": (positions + first if first else positions).view(shape)}
 
-        hooks.append(module.register_forward_pre_hook(told, with_kwargs=True))
+        hooks.append(module.register_forward_pre_hook(pass_positions, with_kwargs=True))
     try:
         yield
     finally:
@@ -110,20 +110,20 @@ def complex_as_pairs() -> Iterator[None]:
             setattr(torch, name, function)
 
 
-def takes_rows(model: Any) -> bool:
+def has_logits_to_keep(model: Any) -> bool:
     """Whether the forward pass can be asked."""
     return _ARGUMENT in inspect.signature(model.forward).parameters
 
 
 def can_select(model: Any) -> bool:
     """Whether a model can be kept from computing all logits."""
-    return takes_rows(model) or model.get_output_embeddings() is not None
+    return has_logits_to_keep(model) or model.get_output_embeddings() is not None
 
 
 @contextmanager
 def logit_rows(model: Any, rows: Tensor) -> Iterator[dict[str, Tensor]]:
     """Within the block, forward passes with the given arguments compute the logits of tokens ``rows`` [R] alone."""
-    if takes_rows(model):
+    if has_logits_to_keep(model):
         yield {_ARGUMENT: rows}
         return
     head = model.get_output_embeddings()

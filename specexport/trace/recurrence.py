@@ -174,9 +174,9 @@ _ANOTHER_VERSION = "install the version of transformers that specexport asks for
 
 def check_functions(model: Any) -> None:
     """Refuse (``UnsupportedModelError``) functions of transformers that take other arguments than their hooks do."""
-    for module, name in _found(model):
+    for module, name in _find_hooked_functions(model):
         taken, expected = _parameters(vars(module)[name]), _parameters(_HOOKS[name], skip=1)
-        if taken is not None and expected is not None and not taken.serves(expected):
+        if taken is not None and expected is not None and not taken.can_serve(expected):
             from transformers import __version__
 
             raise UnsupportedModelError(
@@ -192,7 +192,7 @@ class _Parameters(NamedTuple):
     by_position: tuple[str, ...]
     all: tuple[str, ...]
 
-    def serves(self, expected: "_Parameters") -> bool:
+    def can_serve(self, expected: "_Parameters") -> bool:
         """Whether a call of such a function is understood by one that takes ``expected``."""
         begins = self.by_position[: len(expected.by_position)] == expected.by_position
         return begins and set(expected.all) <= set(self.all)
@@ -209,7 +209,7 @@ def _parameters(function: Any, skip: int = 0) -> _Parameters | None:
     return _Parameters(tuple(by_position), tuple(each.name for each in named))
 
 
-def _found(model: Any) -> list[tuple[Any, str]]:
+def _find_hooked_functions(model: Any) -> list[tuple[Any, str]]:
     """Modules of a model, and the functions that they have of those with a hook."""
     modules = [sys.modules[name] for name in sorted({type(module).__module__ for module in model.modules()})]
     return [(module, name) for module in modules for name in _HOOKS if name in vars(module)]
@@ -238,7 +238,7 @@ def _gated_unit(
     return output[..., 0][None].to(hidden_states.dtype), named.get("recurrent_states")
 
 
-def _padded(module: Any, x: Tensor) -> Tensor:
+def _convolve_padded(module: Any, x: Tensor) -> Tensor:
     """A convolution whose last outputs are cut off: [1, C, T] to [1, C, T]."""
     return _convolve(module, x, module.weight[:, 0], module.bias)
 
@@ -250,16 +250,16 @@ _METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
 """Class of a module to the method that is replaced, and what stands for it."""
 
 
-def _written_out(model: Any) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+def _find_written_out(model: Any) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     for module in model.modules():
         if type(module).__module__.startswith("transformers.models.") and type(module).__name__ in _METHODS:
             yield module, *_METHODS[type(module).__name__]
         elif isinstance(module, torch.nn.Conv1d) and _is_causal(module):
-            yield module, "forward", _padded
+            yield module, "forward", _convolve_padded
 
 
 def _is_causal(conv: torch.nn.Conv1d) -> bool:
-    """Whether each channel sees itself alone, and, once the outputs behind the inputs are cut off, its past."""
+    """Whether each channel sees itself alone, and, once the outputs after the inputs are cut off, its past."""
     alone = conv.groups == conv.in_channels == conv.out_channels
     return alone and conv.padding == (conv.kernel_size[0] - 1,) and (conv.stride, conv.dilation) == ((1,), (1,))
 
@@ -267,18 +267,18 @@ def _is_causal(conv: torch.nn.Conv1d) -> bool:
 @contextmanager
 def recurrence_hook(model: Any, context: RecurrenceContext) -> Iterator[None]:
     """Within the block, ``context`` answers the model's recurrences; afterwards they are its own again."""
-    before = [(module, name, vars(module)[name]) for module, name in _found(model)]
-    written_out = list(_written_out(model))
+    before = [(module, name, vars(module)[name]) for module, name in _find_hooked_functions(model)]
+    written_out = list(_find_written_out(model))
 
-    def stands_in(module: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def make_stand_in(module: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments, **named: hook(module, *arguments, **named)
 
     _contexts.append(context)
     try:
         for module, name, _ in before:
-            setattr(module, name, stands_in(module, _HOOKS[name]))
+            setattr(module, name, make_stand_in(module, _HOOKS[name]))
         for module, name, hook in written_out:
-            setattr(module, name, stands_in(module, hook))
+            setattr(module, name, make_stand_in(module, hook))
         yield
     finally:
         for module, name, _ in written_out:
@@ -288,7 +288,7 @@ def recurrence_hook(model: Any, context: RecurrenceContext) -> Iterator[None]:
         _contexts.pop()
 
 
-def recur(
+def call_recurrence_op(
     call: RecurrenceCall,
     inputs: tuple[Tensor | None, ...],
     states: tuple[Tensor, Tensor],  # state and pending entries

@@ -4,7 +4,13 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specexport.checkpoint.lengths import CHUNKED, INDEXED, depends_on_length, is_held, plain_length
+from specexport.checkpoint.lengths import (
+    CHUNKED,
+    INDEXED,
+    find_full_attention_length,
+    has_full_selection,
+    list_length_rope_types,
+)
 from specexport.trace.outside import is_outside
 from specexport.trace.quirks import can_select
 from specexport_runtime.abi import LARGEST_SIZE
@@ -40,14 +46,14 @@ def check_config(model: Any) -> None:
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise refuse(model, "it is an encoder-decoder model")
-    if turning := depends_on_length(model):
+    if turning := list_length_rope_types(model):
         reason = f"the angles of its rope type {turning[0]!r} depend on the sequence's length, and no length was chosen"
         raise refuse(model, reason, "use a checkpoint with rope type default, linear, llama3 or yarn.")
-    traceable = _TRACEABLE_LAYERS | ({INDEXED} if is_held(model) else set())
+    traceable = _TRACEABLE_LAYERS | ({INDEXED} if has_full_selection(model) else set())
     odd = sorted(set(getattr(text, "layer_types", None) or ()) - traceable)
     if odd:
         kinds = [f"{kind}, which {_LAYER_REASONS.get(kind, 'keeps no plain KV cache')}" for kind in odd]
-        longest, hint = plain_length(model), HINT
+        longest, hint = find_full_attention_length(model), HINT
         if longest is not None and not set(odd) - {CHUNKED, INDEXED}:
             hint = (
                 f"texts of up to {longest} tokens are not affected: build it with `--max-model-len {longest}` or less."

@@ -19,7 +19,7 @@ from torch import Tensor
 from specexport.checkpoint.stored import WEIGHT_PREFIX
 from specexport.onnx_emit import Emitter
 from specexport.trace.geometry import ModelCalls
-from specexport.trace.layer_kinds import ATTENTION, RECURRENCE, LayerKinds, Unlike
+from specexport.trace.layer_kinds import ATTENTION, RECURRENCE, LayerKinds, LayersDiffer
 from specexport_runtime.abi import CACHE_INPUTS, K_CACHE_OUT, STATE_INPUTS, STATE_OUTPUTS, V_CACHE_OUT, TensorSpec
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -32,11 +32,13 @@ _SAME, _HIDDEN, _NUMBER = "same", "hidden state", "number"
 
 
 @contextmanager
-def only(kinds: LayerKinds, traced: Sequence[int]) -> Iterator[None]:
+def skip_other_layers(kinds: LayerKinds, traced: Sequence[int]) -> Iterator[None]:
     """Within the block, all layers but ``traced`` have no weights, and hand their input on."""
     before = {index: dict(vars(kinds.layers[index])) for index in range(len(kinds.layers)) if index not in traced}
     for index in before:
-        vars(kinds.layers[index]).update(_parameters={}, _buffers={}, _modules={}, forward=_hand_on(kinds.rest[index]))
+        vars(kinds.layers[index]).update(
+            _parameters={}, _buffers={}, _modules={}, forward=_make_pass_through(kinds.rest[index])
+        )
     try:
         yield
     finally:
@@ -45,7 +47,7 @@ def only(kinds: LayerKinds, traced: Sequence[int]) -> Iterator[None]:
             vars(kinds.layers[index]).update(values)
 
 
-def _hand_on(rest: tuple[Any, ...] | None) -> Any:
+def _make_pass_through(rest: tuple[Any, ...] | None) -> Any:
     def forward(*given: Any, **named: Any) -> Any:
         hidden = given[0] if given else named["hidden_states"]
         return hidden if rest is None else (hidden, *rest)
@@ -53,7 +55,7 @@ def _hand_on(rest: tuple[Any, ...] | None) -> Any:
     return forward
 
 
-def calls_of(calls: ModelCalls, kinds: LayerKinds, traced: Sequence[int]) -> ModelCalls:
+def select_calls(calls: ModelCalls, kinds: LayerKinds, traced: Sequence[int]) -> ModelCalls:
     """The calls of some layers, numbered anew."""
 
     def some(all_calls: Sequence[Any], word: str) -> tuple[Any, ...]:
@@ -160,7 +162,7 @@ class _Unrolling:
             }
             if numbers and node.op_type != "Constant":
                 if len(numbers) > 1 or int(min(numbers)) not in found:
-                    raise Unlike(f"a node of its trace belongs to layers {', '.join(sorted(numbers))}")
+                    raise LayersDiffer(f"a node of its trace belongs to layers {', '.join(sorted(numbers))}")
                 found[int(min(numbers))].append(node)
         return found
 
@@ -173,42 +175,42 @@ class _Unrolling:
             if value not in self._kept and (value.is_graph_output() or any(use.node not in own for use in value.uses()))
         ]
         if len(results) != 1:
-            raise Unlike(f"{len(results)} values of layer {number}'s trace are read behind it")
+            raise LayersDiffer(f"{len(results)} values of layer {number}'s trace are read after it")
         return _Layer(number, nodes, results[0])
 
     def _check_readers(self, layers: Mapping[int, _Layer], taps: Sequence[int]) -> None:
-        """Only the next layer may read what a layer gives, and whatever is behind the last one, or in a head."""
+        """Only the next layer may read what a layer gives, and whatever is after the last one, or in a head."""
         owners = {node: number for number, layer in layers.items() for node in layer.nodes}
         for number, following in zip(self._traced, self._traced[1:], strict=False):
             readers = {owners.get(use.node) for use in layers[number].result.uses()}
             if number + 1 in taps:
                 readers.discard(None)
             if readers - {number, following}:
-                raise Unlike(f"what layer {number} gives is read by more than the next one")
+                raise LayersDiffer(f"what layer {number} gives is read by more than the next one")
 
     def _compare(self, layers: Mapping[int, _Layer], one: _Layer, other: _Layer) -> _Pattern:
         """Find that two layers are the same, and in which places they read other values."""
         places: dict[str, set[_Place]] = {_HIDDEN: set(), _NUMBER: set(), _SAME: set()}
         same, entries = dict[ir.Value, ir.Value](), set[tuple[Any, Any]]()
         if len(one.nodes) != len(other.nodes):
-            raise self._unlike(one, other, "have not as many nodes")
+            raise self._make_difference_error(one, other, "have not as many nodes")
         for index, (a, b) in enumerate(zip(one.nodes, other.nodes, strict=True)):
             if not _same_node(a, b):
-                raise self._unlike(one, other, f"differ in {a.op_type}")
+                raise self._make_difference_error(one, other, f"differ in {a.op_type}")
             for at, (x, y) in enumerate(zip(a.inputs, b.inputs, strict=True)):
-                role = self._role(x, y, one.number, other.number, same)
+                role = self._find_role(x, y, one.number, other.number, same)
                 if role is None:
-                    raise self._unlike(one, other, f"differ in what {a.op_type} reads")
+                    raise self._make_difference_error(one, other, f"differ in what {a.op_type} reads")
                 places[role].add((index, at))
                 if role == _HIDDEN:
                     entries.add((x, y))
             same |= dict(zip(a.outputs, b.outputs, strict=True))
-        wanted = [self._before(layers, layer.number) for layer in (one, other)]
+        wanted = [self._find_input_hidden(layers, layer.number) for layer in (one, other)]
         if len(entries) != 1 or any(value not in (None, found) for value, found in zip(wanted, *entries, strict=True)):
-            raise self._unlike(one, other, "read other values than a hidden state")
+            raise self._make_difference_error(one, other, "read other values than a hidden state")
         return _Pattern(frozenset(places[_HIDDEN]), frozenset(places[_NUMBER]))
 
-    def _role(
+    def _find_role(
         self, x: ir.Value | None, y: ir.Value | None, one: int, other: int, same: Mapping[ir.Value, ir.Value]
     ) -> str | None:
         """What ``x`` is in layer ``one`` if ``y`` is that in layer ``other``; None if nothing of the kind."""
@@ -228,10 +230,10 @@ class _Unrolling:
             return _SAME if x is y else _HIDDEN
         return _SAME if fits else None
 
-    def _unlike(self, one: _Layer, other: _Layer, what: str) -> Unlike:
-        return Unlike(f"the traces of layers {one.number} and {other.number} {what}")
+    def _make_difference_error(self, one: _Layer, other: _Layer, what: str) -> LayersDiffer:
+        return LayersDiffer(f"the traces of layers {one.number} and {other.number} {what}")
 
-    def _before(self, layers: Mapping[int, _Layer], number: int) -> ir.Value | None:
+    def _find_input_hidden(self, layers: Mapping[int, _Layer], number: int) -> ir.Value | None:
         """The hidden state that a traced layer reads; None for the first."""
         earlier = [other for other in self._traced if other < number]
         return layers[max(earlier)].result if earlier else None
@@ -259,12 +261,12 @@ class _Unrolling:
                 return hidden
             if place in pattern.numbers:
                 made = emit.node("Constant", [], {"value": ir.tensor(np.full_like(_content(value), number))}).outputs[0]
-                made.type, made.shape = value.type, _copied(value.shape)
+                made.type, made.shape = value.type, _copy_shape(value.shape)
                 return made
             if value in self._kept:
                 return self._input(value, number)
             if value.is_initializer() and not self._is_constant(value):
-                return self._weight(value, self._weight_name(value, layer.number, number))
+                return self._find_or_add_weight(value, self._weight_name(value, layer.number, number))
             return value
 
         for index, node in enumerate(layer.nodes):
@@ -274,7 +276,7 @@ class _Unrolling:
                 name=f"{node.name}.{number}",
             )  # fmt: skip
             for old, new in zip(node.outputs, made.outputs, strict=True):
-                new.name, new.type, new.shape = f"{old.name}.{number}", old.type, _copied(old.shape)
+                new.name, new.type, new.shape = f"{old.name}.{number}", old.type, _copy_shape(old.shape)
                 copies[old] = new
                 if old in self._kept:
                     new.name = self._name(_OUTPUTS, self._kept[old], number)
@@ -289,20 +291,20 @@ class _Unrolling:
         name = self._name(_INPUTS, self._kept[value], number)
         found = next((each for each in self._graph.inputs if each.name == name), None)
         if found is None:
-            found = ir.Value(name=name, type=value.type, shape=_copied(value.shape))
+            found = ir.Value(name=name, type=value.type, shape=_copy_shape(value.shape))
             self._graph.inputs.append(found)
         return found
 
-    def _weight(self, value: ir.Value, name: str) -> ir.Value:
+    def _find_or_add_weight(self, value: ir.Value, name: str) -> ir.Value:
         found = self._graph.initializers.get(name)
         if found is None:
             tensor = type(value.const_value)(self._weights[name.removeprefix(WEIGHT_PREFIX)].detach(), name=name)  # type: ignore[call-arg, misc]
-            found = ir.Value(name=name, const_value=tensor, type=value.type, shape=_copied(value.shape))
+            found = ir.Value(name=name, const_value=tensor, type=value.type, shape=_copy_shape(value.shape))
             self._graph.register_initializer(found)
         return found
 
     def _order_kept(self) -> None:
-        """Put caches and states of all layers in their order, behind all else, as the contract has them."""
+        """Put caches and states of all layers in their order, after all else, as the contract has them."""
         for values, sides in ((self._graph.inputs, _INPUTS), (self._graph.outputs, _OUTPUTS)):
             by_name = {str(value.name): value for value in values}
             names = [
@@ -318,7 +320,7 @@ class _Unrolling:
             values.extend(ordered)
 
     def _order_weights(self) -> None:
-        """Put the weights in the model's order; whatever else there is stays behind them."""
+        """Put the weights in the model's order; whatever else there is stays after them."""
         values = self._graph.initializers
         names = [name for name in map(WEIGHT_PREFIX.__add__, self._weights) if name in values]
         for name in [*names, *(name for name in list(values) if name not in set(names))]:
@@ -346,7 +348,7 @@ def _content(value: ir.Value) -> np.ndarray:
     """What a constant holds."""
     tensor = ir.convenience.get_const_tensor(value)
     if tensor is None:
-        raise Unlike("a constant of its trace holds no numbers")
+        raise LayersDiffer("a constant of its trace holds no numbers")
     return tensor.numpy()
 
 
@@ -358,5 +360,5 @@ def _is_number(value: np.ndarray, number: int) -> bool:
     return value.size == 1 and value.dtype.kind == "i" and int(value.item()) == number
 
 
-def _copied(shape: ir.Shape | None) -> ir.Shape | None:
+def _copy_shape(shape: ir.Shape | None) -> ir.Shape | None:
     return None if shape is None else ir.Shape(list(shape))

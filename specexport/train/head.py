@@ -13,12 +13,12 @@ from torch.nn import functional
 
 from specexport.heads.config import HeadConfig
 from specexport.heads.eagle import default_taps
-from specexport.heads.kinds import kind_of
+from specexport.heads.kinds import find_kind
 from specexport.heads.layered import StepResult, unroll
 from specexport.heads.modules import DraftHead, FeatureProjection
 from specexport.heads.write import write_head
 from specexport.train.options import TrainOptions
-from specexport.train.student import Batch, Described, Guess, at_offset
+from specexport.train.student import Batch, DraftDescription, Guess, shift_left
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.executors.base import Int32Array
 
@@ -70,7 +70,7 @@ class HeadStudent:
         for step, result in enumerate(self._unroll(batch, steps)):
             loss = None if step else float(self._loss(batch, result))
             drafted = self.target.ids[result.logits.argmax(-1)]
-            yield Guess(drafted, at_offset(best, result.offset), result.valid, result.offset, loss)
+            yield Guess(drafted, shift_left(best, result.offset), result.valid, result.offset, loss)
 
     def _unroll(self, batch: Batch, steps: int) -> Iterator[StepResult]:
         features = self.projection([state[:, :-1] for state in batch.states])
@@ -81,7 +81,7 @@ class HeadStudent:
         with torch.no_grad():
             last = torch.nn.functional.pad(batch.last[:, offset:], (0, 0, 0, offset))[:, :width]
             wanted = self.target.logits(last)
-        return divergence(result.logits, wanted, result.valid)
+        return masked_cross_entropy(result.logits, wanted, result.valid)
 
 
 class HeadTrainingPlan:
@@ -106,7 +106,7 @@ class HeadTrainingPlan:
     def make(self, note: Callable[[str], None]) -> HeadStudent:  # noqa: ARG002  # it is made at once
         """A random head over the target's embedding, with the target's rows in its LM head."""
         model: Any = self._model
-        make = kind_of(self._config).make
+        make = find_kind(self._config).make
         assert make is not None  # noqa: S101 - the options allow kinds that can be trained
         head, projection = make(self._config), FeatureProjection(self._config)
         table, rows = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
@@ -128,10 +128,10 @@ class HeadTrainingPlan:
             lookahead=self._options.draft_steps,
         )
 
-    def describe(self) -> Described:
+    def describe(self) -> DraftDescription:
         """For the model card."""
         name = Path(self._options.target).name
-        return Described(
+        return DraftDescription(
             title=f"A draft head for {name}",
             form=f"Kind {self._options.kind}, in the format of speculators.",
             use=f"Use it with `specexport build {name} --head FOLDER`. "
@@ -190,7 +190,7 @@ def count_ids(texts: Iterable[Sequence[int]], size: int, vocab_size: int, keep: 
     return np.array(sorted(list(order)[:size]), np.int32)
 
 
-def divergence(logits: Tensor, target: Tensor, valid: Tensor) -> Tensor:
+def masked_cross_entropy(logits: Tensor, target: Tensor, valid: Tensor) -> Tensor:
     """Mean cross entropy of a head's distribution under the target's, of logits [B, T, N], where ``valid`` [B, T]."""
     places = valid.flatten()
     log_q = functional.log_softmax(logits.flatten(0, 1)[places].float(), dim=-1)

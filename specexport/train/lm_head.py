@@ -29,7 +29,7 @@ class LmHead:
     def __init__(self, model: Any) -> None:
         body = model.base_model
         shell = copy.copy(model)
-        parts = {name: _Given() if part is body else part for name, part in model._modules.items()}
+        parts = {name: _IdentityLayers() if part is body else part for name, part in model._modules.items()}
         shell.__dict__["_modules"] = parts
         self._shell, self._dtype = shell, torch.float32
         tokens = torch.arange(1, 1 + _PROOF_TOKENS)[None] % model.config.get_text_config().vocab_size
@@ -53,7 +53,7 @@ class LmHead:
         return logits
 
 
-class _Given(nn.Module):  # type: ignore[misc]  # torch is not followed
+class _IdentityLayers(nn.Module):  # type: ignore[misc]  # torch is not followed
     """In the place of a model's layers: its output is its input."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
@@ -75,9 +75,9 @@ class _Output(tuple[Tensor]):
             raise AttributeError(name)
 
 
-def wide_divergence(hidden: Tensor, wanted: Tensor, read: Read, vocab_size: int) -> Tensor:
+def chunked_cross_entropy(hidden: Tensor, wanted: Tensor, read: Read, vocab_size: int) -> Tensor:
     """Mean cross entropy of the draft's distribution under the target's, nats; what LM heads read is [n, H]."""
-    loss: Tensor = _WideDivergence.apply(hidden, wanted, read, _rows(vocab_size))
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, wanted, read, _rows_per_chunk(vocab_size))
     return loss
 
 
@@ -90,9 +90,9 @@ class DraftComparison(NamedTuple):
     loss: Tensor  # cross entropy of the draft's distribution under the target's, nats, float32 [n]
 
 
-def compare(hidden: Tensor, wanted: Tensor, read: Read, vocab_size: int) -> DraftComparison:
-    """What the draft would do at each place; see :func:`wide_divergence` for the arguments."""
-    rows = _rows(vocab_size)
+def compare_distributions(hidden: Tensor, wanted: Tensor, read: Read, vocab_size: int) -> DraftComparison:
+    """What the draft would do at each place; see :func:`chunked_cross_entropy` for the arguments."""
+    rows = _rows_per_chunk(vocab_size)
     found: list[DraftComparison] = []
     with torch.no_grad():
         for ours, theirs in zip(hidden.split(rows), wanted.split(rows), strict=True):
@@ -102,11 +102,11 @@ def compare(hidden: Tensor, wanted: Tensor, read: Read, vocab_size: int) -> Draf
     return DraftComparison(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
-def _rows(vocab_size: int) -> int:
+def _rows_per_chunk(vocab_size: int) -> int:
     return max(1, HELD_LOGITS // vocab_size)
 
 
-class _WideDivergence(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
     """The gradient is made on the way forward, so that no logits have to be kept or made again for the way back."""
 
     @staticmethod

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specexport.heads.write import write_tensors
 from specexport.train.store import FeatureStore, batches
-from specexport.train.student import Batch, Student, at_offset
+from specexport.train.student import Batch, Student, shift_left
 from specexport_runtime.errors import InvalidRequestError
 
 STEP_DECAY = 0.8
@@ -72,7 +72,7 @@ class Trainer:
         for optimizer, rate in zip(self.optimizers, self._rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * share
-        batch = self.read(self._next())
+        batch = self.read(self._next_batch())
         total, losses = torch.zeros(()), list[float]()
         with torch.autocast("cpu", torch.bfloat16):
             for number, loss in enumerate(self.student.losses(batch, self.settings.steps)):
@@ -100,15 +100,15 @@ class Trainer:
         *taps, last = padded.unbind(dim=2)
         return Batch(filled, taps, last, lengths)
 
-    def _next(self) -> list[int]:
+    def _next_batch(self) -> list[int]:
         """The batch at this number: the same one in every run."""
         epoch, before = 0, 0
-        while self.done >= before + len(found := self._of_epoch(epoch)):
+        while self.done >= before + len(found := self._make_epoch_batches(epoch)):
             before += len(found)
             epoch += 1
         return found[self.done - before]
 
-    def _of_epoch(self, epoch: int) -> list[list[int]]:
+    def _make_epoch_batches(self, epoch: int) -> list[list[int]]:
         settings = self.settings
         if epoch == len(self._epochs):
             seed = settings.seed + 1000 * epoch
@@ -126,7 +126,7 @@ class Trainer:
         fields = {name: getattr(self, name) for name in _FIELDS}
         whole = {name: value.detach().contiguous() for name, value in tensors.items()}
         folder.mkdir(parents=True, exist_ok=True)
-        meta = {"state": json.dumps(fields), "settings": json.dumps(self._made_with())}
+        meta = {"state": json.dumps(fields), "settings": json.dumps(self._collect_run_settings())}
         write_tensors(folder / STATE_NAME, whole, meta)
 
     def resume(self, folder: Path) -> bool:
@@ -140,7 +140,7 @@ class Trainer:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             before, fields = json.loads(meta["settings"]), json.loads(meta["state"])
             self._check_settings(path, before)
-            self._take(tensors, {name: fields[name] for name in _FIELDS})
+            self._load_state(tensors, {name: fields[name] for name in _FIELDS})
         except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             if isinstance(error, InvalidRequestError):
                 raise
@@ -150,7 +150,7 @@ class Trainer:
         return True
 
     def _check_settings(self, path: Path, before: dict[str, Any]) -> None:
-        now = self._made_with()
+        now = self._collect_run_settings()
         other = [name for name, value in now.items() if before.get(name) != value]
         if other:
             raise InvalidRequestError(
@@ -158,7 +158,7 @@ class Trainer:
                 "give the same settings, or another folder with --work.",
             )
 
-    def _take(self, tensors: dict[str, Tensor], fields: dict[str, Any]) -> None:
+    def _load_state(self, tensors: dict[str, Tensor], fields: dict[str, Any]) -> None:
         """Become what was saved; an error if something is missing or has another shape."""
         states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
         for key, value in tensors.items():
@@ -176,7 +176,7 @@ class Trainer:
     def _trained(self) -> dict[str, Tensor]:
         return {name: each for name, each in self.student.modules.named_parameters() if each.requires_grad}
 
-    def _made_with(self) -> dict[str, Any]:
+    def _collect_run_settings(self) -> dict[str, Any]:
         return asdict(self.settings) | self.student.describe() | {"texts": self.store.made_of}
 
 
@@ -207,7 +207,7 @@ def measure_acceptance(trainer: Trainer, indices: Sequence[int], steps: int = 5)
             alive: Tensor | None = None
             for step, guess in enumerate(trainer.student.guesses(batch, steps)):
                 # A place counts where the text went on as the target would have: there a draft can be right.
-                follows = at_offset(batch.tokens, 1 + guess.offset)
+                follows = shift_left(batch.tokens, 1 + guess.offset)
                 chance = guess.valid if alive is None else alive & guess.valid
                 hit = chance & (guess.drafted == guess.wanted)
                 seen[step] += float(chance.sum())

@@ -16,11 +16,11 @@ from torch import Tensor
 from specexport.atomic import new_folder
 from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.loaded import Checkpoint
-from specexport.trace.prune import drop_layers, left_out
-from specexport.train.lm_head import LmHead, compare, wide_divergence
+from specexport.trace.prune import drop_layers, skip_layers
+from specexport.train.lm_head import LmHead, chunked_cross_entropy, compare_distributions
 from specexport.train.options import HINT, TrainOptions
 from specexport.train.pruned_files import check_files, read_layers, round_weights, write_draft, write_layers
-from specexport.train.student import Batch, Described, Guess, at_offset
+from specexport.train.student import Batch, DraftDescription, Guess, shift_left
 
 NUM_PIECES, PIECE_LEN = 8, 256
 """Up to 2,048 tokens, which are read once for each choice."""
@@ -45,19 +45,19 @@ class PrunedStudent:
     def losses(self, batch: Batch, steps: int) -> Iterator[Tensor]:  # noqa: ARG002  # see below
         """One: a draft model reads its own guesses as it reads any token, so that all places of a text are alike."""
         hidden, places = self._read_tokens(batch)
-        yield wide_divergence(hidden, batch.last[places].to(hidden.dtype), self._read, self._vocab_size)
+        yield chunked_cross_entropy(hidden, batch.last[places].to(hidden.dtype), self._read, self._vocab_size)
 
     def guesses(self, batch: Batch, steps: int) -> Iterator[Guess]:
         """Its best tokens. A further step at a place is the first step at the next place: both read the same text."""
         hidden, places = self._read_tokens(batch)
-        found = compare(hidden, batch.last[places], self._read, self._vocab_size)
+        found = compare_distributions(hidden, batch.last[places], self._read, self._vocab_size)
         drafted, wanted = torch.zeros_like(batch.tokens), torch.zeros_like(batch.tokens)
         drafted[places], wanted[places] = found.drafted, found.best
         for step in range(steps):
             offset = 1 + step
             told = (None, None) if step else (float(found.loss.mean()), float(found.overlap.mean()))
-            valid = at_offset(places, offset)
-            yield Guess(at_offset(drafted, offset), at_offset(wanted, offset), valid, offset, *told)
+            valid = shift_left(places, offset)
+            yield Guess(shift_left(drafted, offset), shift_left(wanted, offset), valid, offset, *told)
 
     def _read_tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """What its LM head reads [n, H], and of which places: bool [B, T], all but the filling."""
@@ -101,11 +101,11 @@ class PrunedPlan:
         """A checkpoint folder, as transformers writes it."""
         write_draft(folder, student.model, self._target)
 
-    def describe(self) -> Described:
+    def describe(self) -> DraftDescription:
         """For the model card."""
         name = Path(self._options.target).name
         layers = ", ".join(map(str, self._kept))
-        return Described(
+        return DraftDescription(
             title=f"A pruned draft for {name}",
             form=f"A model of {len(self._kept)} of the {self._num_layers} layers of {name} (numbers from 0: {layers}), "
             "under its embedding and its LM head, for transformers.",
@@ -137,8 +137,8 @@ def measure_choices(model: Any, count: int, texts: Sequence[Sequence[int]]) -> l
     whole = _hidden(model, pieces)
     found = []
     for kept in likely_choices(int(text.num_hidden_layers), count):
-        with left_out(model, set(range(int(text.num_hidden_layers))) - set(kept), HINT):
-            loss = compare(_hidden(model, pieces), whole, read, vocab_size).loss
+        with skip_layers(model, set(range(int(text.num_hidden_layers))) - set(kept), HINT):
+            loss = compare_distributions(_hidden(model, pieces), whole, read, vocab_size).loss
         found.append(Choice(kept, round(float(loss.mean()), 6)))
     return sorted(found, key=lambda choice: choice.loss)
 

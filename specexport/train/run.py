@@ -15,7 +15,7 @@ from specexport.bench.prompts import read_prompts
 from specexport.host import peak_memory_bytes
 from specexport.progress import Progress, StageClock
 from specexport.train.options import HEAD_KINDS, TrainOptions
-from specexport.train.work import Budget, locked
+from specexport.train.work import Budget, lock_folder
 from specexport_runtime.errors import InvalidRequestError, OutputExistsError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trai
     target = _check_target(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    with locked(options.work_folder):
+    with lock_folder(options.work_folder):
         return _train(run, prompts, options.text_settings() | {"target": target})
 
 
@@ -100,7 +100,7 @@ def _train(run: _Run, prompts: Sequence[str], text_settings: dict[str, Any]) -> 
         del checkpoint
         trainer = _trainer(options, plan.make(clock.note), store)
     with clock.stage("learn"):
-        _learn(run, trainer)
+        _run_training(run, trainer)
     with clock.stage("save"):
         return _save(options, trainer, plan)
 
@@ -151,11 +151,11 @@ def _write_texts(run: _Run, prompts: Sequence[str], path: Path, settings: dict[s
         run.clock.note(f"{count} of {len(prompts)} texts")
         run.budget.check("texts written", count, len(prompts))
 
-    bundle = run.options.bundle or _own_bundle(run.options)
+    bundle = run.options.bundle or _build_own_bundle(run.options)
     write_texts(bundle, prompts, path, settings, threads=run.options.threads, on_group=note)
 
 
-def _own_bundle(options: TrainOptions) -> Path:
+def _build_own_bundle(options: TrainOptions) -> Path:
     """A bundle of the target in the work folder; one of an earlier version is built again."""
     from specexport.checkpoint.load import count_layers
     from specexport.compile.pipeline import build_bundle
@@ -201,7 +201,7 @@ def _collect(run: _Run, model: Any, texts: Sequence[Sequence[int]], taps: Sequen
     return FeatureStore(folder, made_of)
 
 
-def _held_out(count: int) -> list[int]:
+def _choose_held_out(count: int) -> list[int]:
     """Texts that are not learned from, spread over all."""
     step = round(1 / HELD_OUT)
     return list(range(0, count, step))
@@ -211,7 +211,7 @@ def _trainer(options: TrainOptions, student: Any, store: Any) -> Any:
     from specexport.train.loop import Trainer, TrainSettings
     from specexport.train.store import batches
 
-    held = set(_held_out(len(store)))
+    held = set(_choose_held_out(len(store)))
     learned = [i for i in range(len(store)) if i not in held]
     settings = TrainSettings(
         steps=options.draft_steps, batch_tokens=options.batch_tokens, matrix_rate=options.rate, seed=options.seed
@@ -222,16 +222,16 @@ def _trainer(options: TrainOptions, student: Any, store: Any) -> Any:
     return Trainer(student, store, learned, settings)
 
 
-def _learn(run: _Run, trainer: Any) -> None:
+def _run_training(run: _Run, trainer: Any) -> None:
     folder, total = run.options.work_folder / f"{run.options.kind}-state", trainer.settings.total
     if trainer.resume(folder):
-        run.clock.note(f"goes on behind {trainer.done} of {total} batches")
-    held, saved = _held_out(len(trainer.store)), time.monotonic()
+        run.clock.note(f"goes on after {trainer.done} of {total} batches")
+    held, saved = _choose_held_out(len(trainer.store)), time.monotonic()
     while trainer.done < total:
         trainer.step()
         looks = trainer.done % LOOK_EVERY == 0 or trainer.done == total
         if looks:
-            trainer.curve.append(_look(trainer, held))
+            trainer.curve.append(_measure_curve_point(trainer, held))
         if looks or run.budget.is_over or time.monotonic() - saved > SAVE_SECONDS:
             trainer.save(folder)
             saved = time.monotonic()
@@ -241,7 +241,7 @@ def _learn(run: _Run, trainer: Any) -> None:
         run.budget.check("batches learned", trainer.done, total)
 
 
-def _look(trainer: Any, held: Sequence[int]) -> dict[str, Any]:
+def _measure_curve_point(trainer: Any, held: Sequence[int]) -> dict[str, Any]:
     """A point of the curve."""
     from specexport.train.loop import measure_acceptance
 
@@ -267,7 +267,7 @@ def _save(options: TrainOptions, trainer: Any, plan: Any) -> Trained:
         tokens_per_second=trainer.tokens / max(trainer.seconds, 1e-9),
         peak_memory_bytes=peak_memory_bytes(),
     )
-    with _whole(options.output) as folder:
+    with _replace_folder_files(options.output) as folder:
         plan.write(folder, trainer.student)
         write_text(folder / "README.md", _card(options, result, described))
         write_json(folder / "curve.json", result.to_json()["curve"])
@@ -275,7 +275,7 @@ def _save(options: TrainOptions, trainer: Any, plan: Any) -> Trained:
 
 
 @contextlib.contextmanager
-def _whole(output: Path) -> Iterator[Path]:
+def _replace_folder_files(output: Path) -> Iterator[Path]:
     """A folder that becomes ``output``, or whose files replace the ones of an earlier run there."""
     if not output.exists() or not any(output.iterdir()):
         with new_folder(output) as made:

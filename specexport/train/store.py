@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specexport.heads.write import write_tensors
-from specexport.trace.layers import tapped
+from specexport.trace.layers import record_taps
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import InvalidRequestError
 
@@ -85,7 +85,7 @@ class FeatureStore:
             return Example(file.get_slice("tokens")[start:stop].long(), file.get_slice("states")[start:stop])
 
     def writer(self) -> "StoreWriter":
-        """What adds texts behind those that are there."""
+        """What adds texts after those that are there."""
         return StoreWriter(self.folder, self.made_of, self.num_files)
 
 
@@ -148,13 +148,13 @@ def collect_states(
     *,
     on_batch: Callable[[int], None] = lambda _: None,  # hears how many texts are done
 ) -> None:
-    """Run the target over texts and keep what it has at ``taps`` and behind its last norm."""
+    """Run the target over texts and keep what it has at ``taps`` and after its last norm."""
     wanted = [*taps, AFTER_NORM]
     for at in range(0, len(texts), BATCH):
         group = texts[at : at + BATCH]
         longest = max(map(len, group))
         ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in group])
-        with torch.no_grad(), tapped(model, wanted) as found:
+        with torch.no_grad(), record_taps(model, wanted) as found:
             model.base_model(input_ids=ids, use_cache=False)
         states = torch.stack([found[tap] for tap in wanted], dim=2).bfloat16()
         writer.add(

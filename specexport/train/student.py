@@ -31,12 +31,12 @@ class Guess(NamedTuple):
     overlap: float | None = None
 
 
-def at_offset(values: Tensor, offset: int) -> Tensor:
-    """What of values [B, T] lies ``offset`` places behind each place but the last [B, T-1]; 0 beyond the end."""
+def shift_left(values: Tensor, offset: int) -> Tensor:
+    """What of values [B, T] lies ``offset`` places after each place but the last [B, T-1]; 0 beyond the end."""
     return functional.pad(values[:, offset:], (0, offset))[:, : values.shape[1] - 1]
 
 
-class Described(NamedTuple):
+class DraftDescription(NamedTuple):
     """What a model card says of a draft."""
 
     title: str  # a few words
@@ -82,6 +82,6 @@ class Plan(Protocol):
         """Write what :meth:`make` made, trained: all files but the record of the training."""
         ...
 
-    def describe(self) -> Described:
+    def describe(self) -> DraftDescription:
         """For the model card."""
         ...

@@ -39,7 +39,7 @@ class Budget:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Make a work folder and keep others out (InvalidRequestError); half-written files and empty folders go."""
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:

@@ -95,10 +95,10 @@ def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Pa
 
 def _candidates(recorded: SourceEntry, revision: str | None, bundle: Path) -> Iterator[str]:
     """Where a checkpoint may lie: never fetched, as a stranger's bundle may give the name."""
-    from specexport.compile.places import remembered_place
+    from specexport.compile.places import find_remembered_place
 
     source = recorded.name
-    if (place := remembered_place(recorded.sha256)) is not None and Path(place).exists():
+    if (place := find_remembered_place(recorded.sha256)) is not None and Path(place).exists():
         yield place
     for folder in dict.fromkeys((Path(), Path(os.path.abspath(bundle)).parent, bundle.resolve().parent)):
         if (folder / source).exists():
@@ -127,10 +127,10 @@ class EagerModel(NamedTuple):
 
 def eager_references(model: EagerModel, sequences: Sequence[Sequence[int]]) -> list[Float32Array]:
     """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns."""
-    from specexport.trace.check import reference_logits
+    from specexport.trace.check import compute_reference_logits
 
     checkpoint = _load(model)
-    references = reference_logits(checkpoint, [list(sequence) for sequence in sequences])
+    references = compute_reference_logits(checkpoint, [list(sequence) for sequence in sequences])
     del checkpoint
     gc.collect()
     return references
@@ -138,11 +138,11 @@ def eager_references(model: EagerModel, sequences: Sequence[Sequence[int]]) -> l
 
 def eager_score(model: EagerModel, windows: Sequence[Sequence[int]], head: CutHead | None = None) -> TextScore:
     """What eager transformers makes of ``windows``; the model is freed before this returns."""
-    from specexport.trace.check import reference_logits
+    from specexport.trace.check import compute_reference_logits
 
     checkpoint = _load(model)
     # One window at a time: the logits of a large vocabulary are kept for no longer than they are read.
-    logits = (reference_logits(checkpoint, [list(window)])[0] for window in windows)
+    logits = (compute_reference_logits(checkpoint, [list(window)])[0] for window in windows)
     score = score_logits(logits, windows, head)
     del checkpoint, logits
     gc.collect()
@@ -150,7 +150,7 @@ def eager_score(model: EagerModel, windows: Sequence[Sequence[int]], head: CutHe
 
 
 def _load(model: EagerModel) -> "Checkpoint":
-    from specexport.checkpoint.lengths import hold_length
+    from specexport.checkpoint.lengths import freeze_length
     from specexport.checkpoint.load import load_checkpoint, round_weights
     from specexport.checkpoint.lora_fit import merge_adapter, read_adapter
     from specexport.trace.prune import drop_layers
@@ -166,7 +166,7 @@ def _load(model: EagerModel) -> "Checkpoint":
         if model.rounded is not None and adapter.chosen is None:  # in an engine too the sums are rounded
             round_weights(checkpoint, model.rounded)
     if model.rope_len is not None:
-        hold_length(checkpoint, model.rope_len)
+        freeze_length(checkpoint, model.rope_len)
     if model.dropped:
         drop_layers(checkpoint, model.dropped)
     widen_weights(checkpoint.model)

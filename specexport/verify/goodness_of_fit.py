@@ -63,7 +63,7 @@ class SamplingResult:
         return max(test.total_variation for test in self.tests)
 
 
-def judge(
+def assess_outcomes(
     kind: DrawKind,
     setting: str,  # name of the sampling parameters
     prompt: int,  # its index

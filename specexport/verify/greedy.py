@@ -15,7 +15,7 @@ from typing import Any
 from specexport.compare import logit_scale
 from specexport.verify.trees import Drafting, tree_drafting
 from specexport_runtime.decoding.decoder import Decoder
-from specexport_runtime.drafters.base import Begun, Drafter, DrafterTraits, Proposal
+from specexport_runtime.drafters.base import Drafter, DrafterTraits, DraftPrefix, Proposal
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
@@ -73,11 +73,11 @@ def compare_outputs(
                 found.append(GreedyDifference(**where, gap=math.inf, shortfall=math.inf, limit=0.0, explained=False))
             else:
                 logits = logits_one_at_a_time(target, prompts[index], expected[:position])
-                found.append(GreedyDifference(**where, **explain(logits, pair, tolerance)))
+                found.append(GreedyDifference(**where, **explain_difference(logits, pair, tolerance)))
     return found
 
 
-def explain(logits: Float32Array, tokens: tuple[int, int], tolerance: float = 0.0) -> dict[str, Any]:
+def explain_difference(logits: Float32Array, tokens: tuple[int, int], tolerance: float = 0.0) -> dict[str, Any]:
     """Judge a difference between two tokens by the logits [V] of its position; see :class:`GreedyDifference`."""
     first, second = (float(logits[token]) for token in tokens)
     shortfall, limit = float(logits.max()) - min(first, second), tolerance * logit_scale(logits)
@@ -163,7 +163,7 @@ def check_greedy(
         runs.append(GreedyRun(kind, lookahead, size, len(plain) - len(found), compared, mean))
         differences.extend(found)
 
-    for way in _ways(engine, chosen):
+    for way in _list_draftings(engine, chosen):
         drafter, lookahead, size = way
         kind = drafter.replace("-", " ") + (f", trees of {size}" if size else "")
         rules = _RULES if engine.target.num_gates and drafter in KINDS and KINDS[drafter].traits.takes_layers else None
@@ -180,7 +180,7 @@ def check_greedy(
     return GreedyResult(passed, len(given), tuple(runs), tuple(differences), tolerance, compared)
 
 
-def _ways(engine: SpecEngine, lookaheads: Sequence[int]) -> list[Drafting]:
+def _list_draftings(engine: SpecEngine, lookaheads: Sequence[int]) -> list[Drafting]:
     """How each run drafts, the last by trees; a drafter with its own cache at every K, to take any number back."""
     runs = []
     for name, kind in KINDS.items():
@@ -239,7 +239,7 @@ class ScriptedDrafter(Drafter):
         self,
         requests: Sequence[Request],
         lookaheads: Sequence[int],
-        begun: Sequence[Begun] | None = None,  # noqa: ARG002 - it does not go on
+        begun: Sequence[DraftPrefix] | None = None,  # noqa: ARG002 - it does not go on
     ) -> list[Proposal]:
         """Up to ``lookaheads[i]`` tokens of request i's script, the mistake moving on from round to round."""
         self._turn += 1

@@ -8,9 +8,9 @@ import numpy as np
 from specexport_runtime.abi import CONTEXT_ID
 from specexport_runtime.bundle.arrays import CutHead, MaskInput
 from specexport_runtime.bundle.token_map import TokenMap
-from specexport_runtime.drafters.at_once import draft_work, entry_tokens
-from specexport_runtime.drafters.correction import corrector_of
-from specexport_runtime.drafters.in_turn import modules_work
+from specexport_runtime.drafters.at_once import make_entry_tokens, make_parallel_work
+from specexport_runtime.drafters.correction import make_corrector
+from specexport_runtime.drafters.in_turn import make_modules_work
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
@@ -62,14 +62,14 @@ class LogitTree:
 
     def _begin(self, context: Sequence[int]) -> None:
         """Read the context, all but its last token."""
-        lead = [] if self._map is None else self._map.lead_of(context)
-        *self._before, last = lead + self._stand_in(context)
+        lead = [] if self._map is None else self._map.get_lead(context)
+        *self._before, last = lead + self._to_draft_tokens(context)
         self._last = [last]
         self._runner.prefill(0, self._before)
 
     def _logits(self, path: Path) -> Float32Array:
         """What the engine gives after ``path``. Nothing is committed, so every path starts at the context."""
-        tokens = self._last + self._stand_in(path)
+        tokens = self._last + self._to_draft_tokens(path)
         pending = self._runner.executor.num_pending
         extra = max(0, len(tokens) - pending) if pending else 0
         if extra:  # more than may wait beside a state: these enter it, and the context is read again afterwards
@@ -81,14 +81,14 @@ class LogitTree:
             self._runner.prefill(0, self._before)
         return logits
 
-    def _stand_in(self, tokens: Sequence[int]) -> list[int]:
+    def _to_draft_tokens(self, tokens: Sequence[int]) -> list[int]:
         if self._map is not None:
             return self._map.spell(tokens)[0]
         # A draft cannot embed padding ids of a larger target: any stand-in keeps the drafts lossless.
         return [token if token < self._known else 0 for token in tokens]
 
 
-def conditional(tree: LogitTree, sampler: Sampler) -> Conditional:
+def make_conditional(tree: LogitTree, sampler: Sampler) -> Conditional:
     """The processed distributions of a tree; the sampler's committed tokens are the tree's context."""
     known: dict[Path, HostDistribution] = {}
 
@@ -204,12 +204,12 @@ class HeadTree(LogitTree):
         self._num_modules = head.num_modules
         self._places = places if mask is None or mask.most is None else min(places, mask.most)
         self._at_once: tuple[Float32Array, Float32Array] | None = None  # logits [K, N], what is handed on [K, E]
-        self._corrector = corrector_of(mask)
+        self._corrector = make_corrector(mask)
         super().__init__(head, context, vocab_size=vocab_size, cut_head=cut_head)
 
     def _begin(self, context: Sequence[int]) -> None:
-        features = _features(self._target, context[:-1])
-        fed = entry_tokens(self._stand_in(context[1:]), self._mask)
+        features = _compute_features(self._target, context[:-1])
+        fed = make_entry_tokens(self._to_draft_tokens(context[1:]), self._mask)
         if self._reads_draft:
             fed = [*[CONTEXT_ID] * (len(fed) - 1), *fed[-1:]]
         if self._num_modules:  # entries read later tokens too: all of them are read with each path
@@ -217,20 +217,20 @@ class HeadTree(LogitTree):
             return
         if not self._num_heads or self._reads_draft:
             self._runner.prefill(0, fed[:-1], features[:-1])
-        self._last, self._feature, self._newest = fed[-1:], features[-1:], self._stand_in(context[-1:])[0]
+        self._last, self._feature, self._newest = fed[-1:], features[-1:], self._to_draft_tokens(context[-1:])[0]
 
     def _logits(self, path: Path) -> Float32Array:
-        """What the head gives behind a path; of a parallel one, the logits of its place, in rounds of whole drafts."""
+        """What the head gives after a path; of a parallel one, the logits of its place, in rounds of whole drafts."""
         if self._reads_draft:
-            return self._continue(path)
+            return self._run_hydra_head(path)
         if self._num_heads:
             return self._guess(path)
         if self._num_modules:
-            return self._ask_module(path)
+            return self._run_module(path)
         if self._mask is None:
-            return self._follow(path)
+            return self._run_draft_steps(path)
         if self._at_once is None:
-            work = draft_work(self._last, self._feature, self._newest, self._places, self._mask).work
+            work = make_parallel_work(self._last, self._feature, self._newest, self._places, self._mask).work
             logits = np.array(self._runner.step(0, [work]))
             self._at_once = logits, self._runner.executor.next_features.copy()
         logits, states = self._at_once
@@ -241,7 +241,7 @@ class HeadTree(LogitTree):
         newest = path[begin - 1] if begin else self._newest
         return self._corrector.begin(logits, states, newest).logits(path[begin:])
 
-    def _follow(self, path: Path) -> Float32Array:
+    def _run_draft_steps(self, path: Path) -> Float32Array:
         """One step for each token, each fed what the one before handed on; then all of them are forgotten."""
         executor = self._runner.executor
         if not executor.reads_features:
@@ -249,7 +249,7 @@ class HeadTree(LogitTree):
         tokens, feature, start = self._last, self._feature, self._runner.kv.kv_len(0)
         logits = np.empty(0, np.float32)
         try:
-            for token in (*self._stand_in(path), None):
+            for token in (*self._to_draft_tokens(path), None):
                 logits = self._runner.step(0, [RowWork(tokens, 1, feature)])[0].copy()
                 self._runner.kv.commit(0, self._runner.kv.kv_len(0) + 1)
                 if token is not None:
@@ -258,30 +258,30 @@ class HeadTree(LogitTree):
             self._runner.kv.commit(0, start)
         return logits
 
-    def _continue(self, path: Path) -> Float32Array:
-        """What the head of a place says of the path to it; behind the last head, that of its last tokens."""
+    def _run_hydra_head(self, path: Path) -> Float32Array:
+        """What the head of a place says of the path to it; after the last head, that of its last tokens."""
         logits: Float32Array = self._runner.step(0, [RowWork(self._last, 1, self._feature)])[0].copy()
         if path:
             state = self._runner.executor.next_features.copy()
-            tokens = [self._newest, *self._stand_in(path)][-self._num_heads :]
+            tokens = [self._newest, *self._to_draft_tokens(path)][-self._num_heads :]
             logits = self._runner.step(0, [RowWork(tokens, 1, np.tile(state, (len(tokens), 1)))])[0].copy()
         return logits
 
-    def _ask_module(self, path: Path) -> Float32Array:
+    def _run_module(self, path: Path) -> Float32Array:
         """What the module of a place says of the path to it, in rounds of whole drafts."""
         drafted = path[len(path) - len(path) % self._num_modules :]
-        work = modules_work([*self._last, *self._stand_in(drafted)], self._feature)
+        work = make_modules_work([*self._last, *self._to_draft_tokens(drafted)], self._feature)
         logits: Float32Array = self._runner.step(0, [work])[0].copy()
         return logits
 
     def _guess(self, path: Path) -> Float32Array:
-        """What the head of a place says, whatever the tokens before it; behind the last head, that one."""
+        """What the head of a place says, whatever the tokens before it; after the last head, that one."""
         number = min(len(path), self._num_heads - 1)
         logits: Float32Array = self._runner.step(0, [RowWork([number], 1, self._feature)])[0]
         return logits
 
 
-def _features(target: Executor, tokens: Sequence[int]) -> Float32Array:
+def _compute_features(target: Executor, tokens: Sequence[int]) -> Float32Array:
     """Features [n, E] of a text. It writes what a tree of the target over the same context has in its row already."""
     if not target.gives_features:
         raise SpecexportError("a head tree needs a target that gives features.")

@@ -11,7 +11,7 @@ in one step is lossless only if each gets the logits that it would get alone. Qu
 activation scale for a whole step (``quantize_dynamic``) lets a large value anywhere coarsen every other token::
 
     2 … K+1         so many at a time, beside their own successors
-    behind pieces   K+1 at a time, where what is before them was read in other pieces
+    after pieces   K+1 at a time, where what is before them was read in other pieces
     beside others   one at a time, and K+1 at a time, with other sequences in the step
 
 The references come from the caller, so this module imports neither torch nor transformers.
@@ -156,11 +156,11 @@ def check_neighbours(
     width = min(lookahead + 1, end - past)
     reference = Reference.of(run(1))
     runs = {f"{count} at a time": run(count) for count in range(2, width + 1)}
-    runs[f"{width} at a time behind pieces of {_PIECE}"] = run(width, piece=_PIECE)
+    runs[f"{width} at a time after pieces of {_PIECE}"] = run(width, piece=_PIECE)
     if company:
         others = f"beside {len(company)} other rows"
         runs |= {f"1 at a time {others}": run(1, company), f"{width} at a time {others}": run(width, company)}
     allowed = LogitTolerance(tolerance, tolerance)
     cases = [compare_case(name, rows, reference, allowed) for name, rows in runs.items()]
-    compared = f"{end - past} tokens behind {past}, each against the same token alone in a step"
+    compared = f"{end - past} tokens after {past}, each against the same token alone in a step"
     return join_cases(role, cases, allowed, compared)

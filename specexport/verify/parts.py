@@ -10,7 +10,7 @@ from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult, check_greedy
 from specexport.verify.logits import check_neighbours, check_tensors, make_sequences
 from specexport.verify.perplexity import PerplexityResult, compare_perplexity, count_predicted, score_engine
-from specexport.verify.references import References, roles_of
+from specexport.verify.references import References, list_roles
 from specexport.verify.report import PartStatus, ReportPart
 from specexport.verify.sampling import check_sampling
 from specexport.verify.tolerance import text_limits
@@ -38,7 +38,7 @@ def run_tensors(engine: SpecEngine, manifest: Manifest, references: References, 
             num_layers=len(entry.attention.layers),
         )
 
-    roles = [role for role in roles_of(manifest) if manifest.models[role].approximation is None]
+    roles = [role for role in list_roles(manifest) if manifest.models[role].approximation is None]
     return _compare_roles("tensors", roles, references.logits, references, engine, clock, check)
 
 

@@ -39,7 +39,7 @@ MAX_TOKENS = 4096
 _LOGIT_BYTES = 64 * 2**20
 
 
-class Likeliest(NamedTuple):
+class TopTokens(NamedTuple):
     """A model's likeliest next tokens at each of n places."""
 
     ids: Int32Array  # [n, k], the likeliest first
@@ -50,7 +50,7 @@ class TextScore(NamedTuple):
     """What a model makes of a text."""
 
     loss: float  # mean of -ln p(token | tokens before it), in nats
-    likeliest: Likeliest | None = None  # its distributions, to compare others with; None if it was compared itself
+    likeliest: TopTokens | None = None  # its distributions, to compare others with; None if it was compared itself
     # mean Kullback-Leibler divergence from the other model's, in nats; None if not compared
     divergence: float | None = None
     agreement: float | None = None  # share of the places where both have the same likeliest token; None if not compared
@@ -63,7 +63,7 @@ class TextScorer:
     are left out. ``reference`` holds the other model's distributions at the same places; None keeps this one's.
     """
 
-    def __init__(self, cut_head: CutHead | None = None, reference: Likeliest | None = None) -> None:
+    def __init__(self, cut_head: CutHead | None = None, reference: TopTokens | None = None) -> None:
         self._cut_head, self._reference = cut_head, reference
         self._loss, self._divergence, self._agreed, self._count = 0.0, 0.0, 0, 0
         self._kept: list[tuple[npt.NDArray[np.int32], Float32Array]] = []
@@ -72,12 +72,12 @@ class TextScorer:
         """Read n places: logits [n, V], or [n, N] from an engine with a cut head, and the n tokens that came."""
         for row, token in zip(logits, tokens, strict=True):
             if self._cut_head is None:
-                self._read(row, token)
+                self._score_row(row, token)
             elif token in self._cut_head.ids:
                 own = row if len(row) == len(self._cut_head.ids) else row[self._cut_head.ids]
-                self._read(own, int(self._cut_head.ids.searchsorted(token)))
+                self._score_row(own, int(self._cut_head.ids.searchsorted(token)))
 
-    def _read(self, row: Float32Array, token: int) -> None:
+    def _score_row(self, row: Float32Array, token: int) -> None:
         logs = log_softmax(row)
         self._loss -= float(logs[token])
         if self._reference is None:
@@ -97,7 +97,7 @@ class TextScorer:
         if self._reference is not None:
             return TextScore(loss, None, self._divergence / self._count, self._agreed / self._count)
         ids, logs = zip(*self._kept, strict=True)
-        return TextScore(loss, Likeliest(np.stack(ids), np.stack(logs)))
+        return TextScore(loss, TopTokens(np.stack(ids), np.stack(logs)))
 
 
 def _divergence(theirs: npt.NDArray[np.float64], ours: npt.NDArray[np.float64]) -> float:
@@ -157,7 +157,7 @@ def score_engine(
     *,
     lookahead: int,  # K: engines with profiles compute the logits of K+1 tokens a step, and no more
     cut_head: CutHead | None = None,  # see ``TextScorer``
-    reference: Likeliest | None = None,  # of :func:`score_logits` or another engine, to be compared with
+    reference: TopTokens | None = None,  # of :func:`score_logits` or another engine, to be compared with
 ) -> TextScore:
     """What an engine makes of a text; nothing else may use the engine meanwhile."""
     runner = ModelRunner(executor)

@@ -23,7 +23,7 @@ from specexport.verify.checkpoint import (
     recorded_rounding,
 )
 from specexport.verify.logits import make_sequences
-from specexport.verify.perplexity import Likeliest, score_engine
+from specexport.verify.perplexity import TopTokens, score_engine
 from specexport_runtime.bundle.arrays import load_cut_head
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
@@ -52,7 +52,7 @@ class FloatScore:
     """What the float model makes of the windows."""
 
     loss: float  # nats per token
-    likeliest: Likeliest | None  # its distributions
+    likeliest: TopTokens | None  # its distributions
     source: str  # what the float model was, in words
 
 
@@ -66,12 +66,12 @@ class References:
     missing: dict[str, str] = field(default_factory=dict)  # why a role lacks what it needs
 
 
-def roles_of(manifest: Manifest) -> list[str]:
+def list_roles(manifest: Manifest) -> list[str]:
     """The bundle's models that are compared with their checkpoints, the target first; a draft head is none."""
     return sorted((name for name in manifest.models if name != "head"), key=lambda name: name != "target")
 
 
-def wants_loss(manifest: Manifest, role: str, options: "VerifyOptions") -> bool:
+def needs_loss(manifest: Manifest, role: str, options: "VerifyOptions") -> bool:
     """Whether the perplexity of a role is looked at: that of approximations, and of all where a text was given."""
     return manifest.models[role].approximation is not None or options.texts is not None
 
@@ -104,7 +104,7 @@ def collect_references(
             rounded=recorded_rounding(manifest, role),
         )
         with clock.stage("eager reference", role):
-            if wants_loss(manifest, role, options) and role not in found.losses:
+            if needs_loss(manifest, role, options) and role not in found.losses:
                 score = eager_score(model, own_windows, cut_head)
                 found.losses[role] = FloatScore(score.loss, score.likeliest, EAGER)
             if entry.approximation is None:
@@ -131,7 +131,7 @@ def _find_checkpoints(
     if unknown:
         raise InvalidRequestError(f"{bundle} has no {unknown[0]} model.", f"leave out its checkpoint ({unknown[0]}).")
     sources: dict[str, str] = {}
-    for role in roles_of(manifest):
+    for role in list_roles(manifest):
         given = options.checkpoints.get(role)
         if manifest.models[role].approximation is not None and role in found.losses and given is None:
             continue
@@ -170,7 +170,7 @@ def _losses_of_bundle(
 ) -> None:
     """Loss of each role whose float model is in the reference bundle."""
     other = load_manifest(reference)
-    for role in (role for role in roles_of(manifest) if wants_loss(manifest, role, options)):
+    for role in (role for role in list_roles(manifest) if needs_loss(manifest, role, options)):
         entry, model = manifest.models[role], other.models.get(role)
         if model is None and role != "target":
             continue  # a checkpoint may serve

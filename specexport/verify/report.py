@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specexport.compare import OutputResult
-from specexport.compile.bundle import put_json
+from specexport.compile.bundle import write_bundle_json
 from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult
 from specexport.verify.perplexity import PerplexityResult
@@ -65,7 +65,7 @@ class VerifyReport:
             for result in part.results:
                 data |= _worst_numbers(part.name, result)
         data |= {f"{name}_version": version for name, version in self.tools.items()}
-        plain: dict[str, Any] = _plain(data)
+        plain: dict[str, Any] = _to_json_value(data)
         return plain
 
     def to_json(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class VerifyReport:
         }
         rest = {key: getattr(self, key) for key in ("bundle", "build_key", "date", "tools", "options", "seconds")}
         data = {"report_version": REPORT_VERSION, "status": self.status, "summary": self.summary(), "parts": parts}
-        plain: dict[str, Any] = _plain(data | rest)
+        plain: dict[str, Any] = _to_json_value(data | rest)
         return plain
 
 
@@ -101,11 +101,11 @@ def _worst_numbers(part: str, result: Result) -> dict[str, Any]:
     return {"sampling_min_p_value": result.min_p_value, "sampling_max_total_variation": result.max_total_variation}
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no NaN
     return value
@@ -118,7 +118,7 @@ def record_report(bundle: Path, report: VerifyReport) -> Manifest:
         raise BundleError(f"{bundle} was rebuilt while it was verified.", "run `specexport verify` again.")
     manifest = replace(manifest, verify=None)  # until the new report is there
     try:
-        return put_json(
+        return write_bundle_json(
             bundle, manifest, REPORT_NAME, report.to_json(), lambda done: replace(done, verify=report.summary())
         )
     except OSError as error:

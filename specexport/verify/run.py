@@ -16,7 +16,7 @@ from specexport.verify.options import VerifyOptions
 from specexport.verify.parts import run_greedy, run_neighbours, run_perplexity, run_sampling, run_tensors
 from specexport.verify.perplexity import make_windows
 from specexport.verify.prompts import DEFAULT_PROMPTS, encode_prompts
-from specexport.verify.references import EAGER, collect_references, roles_of, wants_loss
+from specexport.verify.references import EAGER, collect_references, list_roles, needs_loss
 from specexport.verify.report import VerifyReport
 from specexport.verify.tolerance import step_tolerance
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
@@ -35,8 +35,8 @@ def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | 
     used.
     """
     manifest = load_manifest(bundle)
-    roles = roles_of(manifest)
-    read = [role for role in roles if wants_loss(manifest, role, options)]
+    roles = list_roles(manifest)
+    read = [role for role in roles if needs_loss(manifest, role, options)]
     # Plan, load, neighbours, greedy, sampling; a reference, and tensors or perplexity for each model.
     clock = StageClock(progress, num_steps=2 * len(roles) + 5 + len(read) * (options.reference is not None))
     with clock.stage("plan"):
@@ -94,7 +94,7 @@ def _encode(
     if not with_text:
         return prompts, []
     texts = options.texts or [prompt.text for prompt in read_builtin(())]
-    alike = [entry for role in roles_of(manifest) if (entry := manifest.models[role]).token_map is None]
+    alike = [entry for role in list_roles(manifest) if (entry := manifest.models[role]).token_map is None]
     smallest = min(entry.vocab_size for entry in alike)
     windows = make_windows(texts, tokenizer, vocab_size=smallest, max_model_len=manifest.max_model_len)
     return prompts, windows

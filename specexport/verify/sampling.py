@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specexport.verify.goodness_of_fit import SamplingResult, SamplingTest, judge
-from specexport.verify.logit_tree import Conditional, HeadTree, LogitTree, Partition, Path, conditional
+from specexport.verify.goodness_of_fit import SamplingResult, SamplingTest, assess_outcomes
+from specexport.verify.logit_tree import Conditional, HeadTree, LogitTree, Partition, Path, make_conditional
 from specexport.verify.trees import Drafting, tree_drafting
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
@@ -87,7 +87,7 @@ class _Context(NamedTuple):
         return Sampler(params, self.tokens, self.target.vocab_size)
 
 
-class _Drawing(NamedTuple):
+class _DrawOptions(NamedTuple):
     lookahead: int
     num_samples: int
     seed: int
@@ -113,7 +113,7 @@ def check_sampling(
     chosen = _choose_contexts(engine, prompts, num_contexts)
     trees = tree_drafting(engine, _ENGINE_DEPTH)
     alpha = FAMILY_ALPHA / (2 * (len(settings) * (len(chosen) + 1) + (trees is not None)))
-    drawing = _Drawing(engine.lookahead, num_samples, seed, alpha)
+    drawing = _DrawOptions(engine.lookahead, num_samples, seed, alpha)
     tests: list[SamplingTest] = []
     control: float | None = None
     exact: list[Partition] = []
@@ -141,15 +141,15 @@ def check_sampling(
             if control is None and tests[-1].cells > 1 and setting.depth > 1:
                 control = _test_recorded(context, setting, accept_everything, drawing).p_value
             if len(exact) < len(settings):  # the first context serves the engine: its cells, while its tree lives
-                distribution = conditional(target, context.sampler(setting.params))
+                distribution = make_conditional(target, context.sampler(setting.params))
                 exact.append(Partition(distribution, _ENGINE_DEPTH, num_runs))
     for setting, partition in zip(settings, exact, strict=True):
         prompt, tokens = chosen[0]
         outcomes = _run_engine(engine, tokens, setting.params, num_runs, seed)
-        tests.append(judge("engine", setting.name, prompt, partition, outcomes, _ENGINE_DEPTH, alpha))
+        tests.append(assess_outcomes("engine", setting.name, prompt, partition, outcomes, _ENGINE_DEPTH, alpha))
     if trees is not None:  # with the last setting, which looks at the history: of a tree, each path's own
         outcomes = _run_engine(engine, tokens, setting.params, num_runs, seed, trees)
-        tests.append(judge("trees", setting.name, prompt, partition, outcomes, _ENGINE_DEPTH, alpha))
+        tests.append(assess_outcomes("trees", setting.name, prompt, partition, outcomes, _ENGINE_DEPTH, alpha))
     compared = (
         f"{len(settings)} settings: {num_samples} draws on recorded logits of {len(chosen)} contexts and {num_runs} "
         "generations each, against the target's exact distribution"
@@ -169,16 +169,18 @@ def _choose_contexts(engine: SpecEngine, prompts: Sequence[Sequence[int]], count
     return [(index, tokens) for _, index, tokens in sorted(ranked)[:count]]
 
 
-def _test_recorded(context: _Context, setting: Setting, accept: AcceptFunction, drawing: _Drawing) -> SamplingTest:
-    target = conditional(context.target, context.sampler(setting.params))
-    draft = None if context.draft is None else conditional(context.draft, context.sampler(setting.params))
+def _test_recorded(context: _Context, setting: Setting, accept: AcceptFunction, drawing: _DrawOptions) -> SamplingTest:
+    target = make_conditional(context.target, context.sampler(setting.params))
+    draft = None if context.draft is None else make_conditional(context.draft, context.sampler(setting.params))
     streams = [RoundDraws(RandomStream(drawing.seed + i)) for i in range(drawing.num_samples)]
     outcomes = [
         draw_outcome(target, draft, draws, accept, depth=setting.depth, lookahead=drawing.lookahead)
         for draws in streams
     ]
     partition = Partition(target, setting.depth, drawing.num_samples)
-    return judge("acceptance", setting.name, context.prompt, partition, outcomes, setting.depth, drawing.alpha)
+    return assess_outcomes(
+        "acceptance", setting.name, context.prompt, partition, outcomes, setting.depth, drawing.alpha
+    )
 
 
 def _run_engine(

@@ -9,8 +9,8 @@ by one moves them by 5e-2 and more, one wrong cache entry of 600 by 1e-3.
 from typing import NamedTuple
 
 from specexport.rounding import logit_tolerance
-from specexport_runtime.bundle.quant_kinds import limits_of
-from specexport_runtime.executors.open import backend_of
+from specexport_runtime.bundle.quant_kinds import get_limits
+from specexport_runtime.executors.open import find_engine_backend
 
 
 class TextLimits(NamedTuple):
@@ -31,12 +31,12 @@ def step_tolerance(backend: str, dtype: str, num_layers: int) -> float:
     sides may be off, and two logits that are closer may change places. Raises IncompatibleError if none is known for
     ``dtype`` (its numpy name).
     """
-    found = backend_of(backend)
+    found = find_engine_backend(backend)
     return 0.0 if found is not None and found.same_bits else logit_tolerance(dtype, num_layers).largest
 
 
 def text_limits(approximation: str | None, dtype: str, num_layers: int) -> TextLimits:
     """What an approximation may cost on a text, and what 16 bits may; IncompatibleError for unknown ones."""
-    limits = _EXACT if approximation is None else limits_of(approximation)
+    limits = _EXACT if approximation is None else get_limits(approximation)
     rounding = 0.0 if dtype == "float32" else logit_tolerance(dtype, num_layers).rms
     return TextLimits(limits.perplexity + rounding, limits.divergence + rounding)

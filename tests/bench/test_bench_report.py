@@ -13,7 +13,7 @@ from specexport.bench.report import format_report, format_table, write_markdown
 from specexport.bench.runner import run_bench
 from specexport.bench.summary import find_fastest, summarize
 from specexport.plots import check_plots
-from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, UserInputError, pip_install
+from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, UserInputError, make_install_hint
 from tests.support.fakes.bench_fakes import PROMPTS, make_options, make_subject
 
 PLAIN = Cell("plain", "none", True, True, 2, 0, 0.0, "code", "continuous")
@@ -203,7 +203,7 @@ def test_plots_that_cannot_be_drawn_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     with pytest.raises(MissingDependencyError, match="matplotlib") as caught:
         check_plots(tmp_path)
-    assert caught.value.hint == pip_install("bench")
+    assert caught.value.hint == make_install_hint("bench")
 
 
 TREE = LOOKUP._replace(tree_size=9)

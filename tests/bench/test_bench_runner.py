@@ -6,7 +6,7 @@ import pytest
 
 from specexport.bench.methods import Method, ablation, lookaheads, make_cells, resolve_methods
 from specexport.bench.options import parse_lengths
-from specexport.bench.prompts import BenchPrompt, by_domain, mix_domains, read_prompts
+from specexport.bench.prompts import BenchPrompt, group_by_domain, mix_domains, read_prompts
 from specexport.bench.runner import WARMUP_TOKENS, Meter, draw_lengths, run_bench
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.stats import PaddingStats, PhaseTimes
@@ -204,7 +204,7 @@ def test_fields_of_a_line_and_what_stands_in_for_them(tmp_path):
 
 def test_builtin_prompts_have_three_domains_of_eight_and_some_are_chosen():
     prompts = read_prompts([])
-    assert {domain: len(each) for domain, each in by_domain(prompts).items()} == {"code": 8, "math": 8, "copy": 8}
+    assert {domain: len(each) for domain, each in group_by_domain(prompts).items()} == {"code": 8, "math": 8, "copy": 8}
     assert len({prompt.text for prompt in prompts}) == 24
     few = read_prompts([], num_prompts=2, domains=["copy", "code"])
     assert [prompt.id for prompt in few] == ["code/0", "code/1", "copy/0", "copy/1"]

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from specexport.bench import search_layers
 from specexport.bench.search_layers import LayerSelection, choose_parts
 from specexport.cli import main
-from specexport.compile.bundle import put_json
+from specexport.compile.bundle import write_bundle_json
 from specexport.compile.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
@@ -136,7 +136,7 @@ def test_an_early_exit_is_found_where_the_last_layers_add_nothing(models, prompt
 
 def keep(bundle, *, mixers=USELESS[0], mlps=USELESS[1], num_layers=LAYERS, **changes):
     layers = DraftLayers(num_layers, tuple(mixers), tuple(mlps), 3, 3.5, 1.4, 100)
-    put_json(bundle, load_manifest(bundle), DRAFT_LAYERS_NAME, layers._asdict() | changes)
+    write_bundle_json(bundle, load_manifest(bundle), DRAFT_LAYERS_NAME, layers._asdict() | changes)
 
 
 def test_drafts_leave_out_what_was_kept_unless_a_request_says_otherwise(bundle):

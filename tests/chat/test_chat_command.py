@@ -20,7 +20,7 @@ from specexport_runtime import SamplingParams
 from specexport_runtime.chat import session
 from specexport_runtime.chat.lines import Entry, read_entry
 from specexport_runtime.chat.session import ChatOptions, Session, ThinkingTags
-from specexport_runtime.chat.slips import Slips
+from specexport_runtime.chat.slips import InterruptHandler
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.intake.chat import render_chat
 from tests.support.cases.patience import HANG_S
@@ -128,7 +128,7 @@ def test_stats_help_and_exit(chat):
     assert found["of these known from before"][0] == found["of these known from before"][1] != "0"
     assert 0 < float(found["acceptance rate"][0]) <= 1
     assert float(found["tokens a round"][1]) > 1
-    for name in ("prompt included", "behind the first"):
+    for name in ("prompt included", "after the first"):
         assert all(float(speed) > 0 for speed in found[f"tokens/s, {name}"])
     assert "/trim" in result.stderr
     assert chat("/exit", SAID[0]).stdout == ""  # what follows is left unsaid
@@ -140,7 +140,7 @@ def test_stats_help_and_exit(chat):
         (["/stat"], "there is no command /stat. Fix: did you mean /stats?"),
         (["/usr/bin is what?"], "// begins a message"),
         (["/undo"], "nothing was said yet"),
-        (["/stats now"], "takes nothing behind it"),
+        (["/stats now"], "takes nothing after it"),
         (["/save"], "needs the name of a file"),
         (["/load no/such/file"], "no/such/file cannot be read"),
         (["/trim none"], "'none' is no number of turns"),
@@ -208,7 +208,7 @@ def test_a_message_is_not_lost_when_nothing_was_said(monkeypatch, capsys):
     from tests.support.fakes.engine import make_engine
 
     engine = make_engine(chat_template="{% for m in messages %}{{ m.content }} {% endfor %}")
-    chat = Session(engine, ChatOptions(SamplingParams(), 4, {"speculation": False}), Slips())
+    chat = Session(engine, ChatOptions(SamplingParams(), 4, {"speculation": False}), InterruptHandler())
     chat.say("w1 w2")
     before = chat.conversation.messages
     empty = engine.generate(["w1"], SamplingParams(max_tokens=1))[0]._replace(token_ids=[], finish_reason="cancelled")
@@ -229,22 +229,22 @@ def test_a_message_is_not_lost_when_nothing_was_said(monkeypatch, capsys):
 
 
 def test_ctrl_c_is_told_once_kept_while_nobody_listens_and_then_the_commands():
-    slips, told, earlier = Slips(), [], []
+    slips, told, earlier = InterruptHandler(), [], []
     slips._earlier = lambda *_: earlier.append(1)
-    with pytest.raises(KeyboardInterrupt), slips.reading():
+    with pytest.raises(KeyboardInterrupt), slips.allow_interrupts():
         slips(signal.SIGINT, None)
-    with slips.telling(lambda: told.append(1)):
+    with slips.notify_on_interrupt(lambda: told.append(1)):
         slips(signal.SIGINT, None)
         assert (told, earlier) == ([1], [])
         slips(signal.SIGINT, None)
         assert earlier == [1]
-    with slips.reading():
+    with slips.allow_interrupts():
         pass
     slips(signal.SIGINT, None)
-    with slips.telling(lambda: told.append(2)):
+    with slips.notify_on_interrupt(lambda: told.append(2)):
         assert told == [1, 2]
     slips(signal.SIGINT, None)
-    with pytest.raises(KeyboardInterrupt), slips.reading():
+    with pytest.raises(KeyboardInterrupt), slips.allow_interrupts():
         pass
 
 

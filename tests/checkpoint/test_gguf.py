@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from specexport.checkpoint.gguf_reader import open_reader
-from specexport.checkpoint.gguf_shared import shared
+from specexport.checkpoint.gguf_shared import patch_gguf_readers
 from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.source import hash_checkpoint, resolve_source
-from specexport.trace.check import reference_logits
+from specexport.trace.check import compute_reference_logits
 from specexport.trace.prune import drop_layers
 from specexport_runtime.errors import CheckpointError
 from tests.support.models.tiny_gguf import write_gguf
@@ -27,7 +27,10 @@ def test_a_gguf_file_gives_the_original_model(tmp_path: Path, capfd: pytest.Capt
     assert checkpoint.source_sha256 == hash_checkpoint(str(path))
     assert checkpoint.eos_token_ids == (2,)
     sequences = [[5, 9, 200, 31, 7]]
-    found, wanted = reference_logits(checkpoint, sequences)[0], reference_logits(make_checkpoint(model), sequences)[0]
+    found, wanted = (
+        compute_reference_logits(checkpoint, sequences)[0],
+        compute_reference_logits(make_checkpoint(model), sequences)[0],
+    )
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert not hasattr(checkpoint.model, "hf_quantizer")
     checkpoint.model.save_pretrained(tmp_path / "again")  # fails while a quantizer's marks are left
@@ -86,7 +89,7 @@ def test_the_header_says_what_gguf_and_transformers_read_in_it(tmp_path: Path) -
     assert [tensor.data_offset for tensor in ours.tensors] == [tensor.data_offset for tensor in theirs.tensors]
     tokens = "tokenizer.ggml.tokens"
     settings, names = by_hand.read_gguf_metadata(str(path), (tokens,))
-    with shared(source, ours):
+    with patch_gguf_readers(source, ours):
         found, found_names = by_hand.read_gguf_metadata(str(path), (tokens,))
     assert found_names == names
     assert len(found[tokens]) > 1

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specexport.checkpoint.gguf_config import correct_config
 from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.source import Source
-from specexport.trace.check import reference_logits
+from specexport.trace.check import compute_reference_logits
 from specexport_runtime.errors import CheckpointError
 from tests.support.models.tiny_gguf import write_gguf
 from tests.support.models.tiny_models import GROUPED, make_llama, make_model
@@ -67,8 +67,8 @@ def test_scaled_positions_give_the_original_model(tmp_path, parameters, stated):
     write_gguf(model, path, stated={f"qwen2.rope.{key}": value for key, value in stated.items()}, tensors=tensors)
     found = load_checkpoint(str(path))
     torch.testing.assert_close(found.model.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
-    result = reference_logits(found, [SEQUENCE])[0]
-    np.testing.assert_allclose(result, reference_logits(make_checkpoint(model), [SEQUENCE])[0], atol=1e-4)
+    result = compute_reference_logits(found, [SEQUENCE])[0]
+    np.testing.assert_allclose(result, compute_reference_logits(make_checkpoint(model), [SEQUENCE])[0], atol=1e-4)
 
 
 def test_factors_that_no_parameters_give_are_refused(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 from specexport.checkpoint.gguf_blocks import FORMATS
 from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.stored import StoredWeight, stored_tensor
-from specexport.passes.block_experts import of_rounded
+from specexport.passes.block_experts import pack_rounded_experts
 from specexport.passes.block_format import unpack
 from specexport.passes.transpose_fold import TransposeFoldPass
-from specexport.trace.check import reference_logits
+from specexport.trace.check import compute_reference_logits
 from specexport_runtime.errors import SpecexportError, UnsupportedModelError
 from tests.support.models.tiny_gguf import EXPERTS, MIXED_EXPERTS, write_experts, write_gguf
 from tests.support.models.tiny_models import GROUPED, make_model
@@ -30,7 +30,7 @@ def test_the_model_is_the_file_s(tmp_path: Path, architecture: str, stream: bool
     assert type(checkpoint.model) is type(wanted.model)
     assert any("gate_up_proj" in name for name in checkpoint.stored) is stream
     sequences = [[5, 9, 200, 31, 7, 7, 80]]
-    found, right = (reference_logits(each, sequences)[0] for each in (checkpoint, wanted))
+    found, right = (compute_reference_logits(each, sequences)[0] for each in (checkpoint, wanted))
     np.testing.assert_allclose(found, right, atol=1e-4 * np.abs(right).max())
 
 
@@ -76,7 +76,7 @@ def test_experts_are_rounded_one_at_a_time(tmp_path: Path, architecture: str) ->
         graph = ir.Graph([], end.outputs, nodes=[turned, end], initializers=[weight], opset_imports={"": 20})
         TransposeFoldPass().rewrite(ir.Model(graph, ir_version=10))
         tensor = graph.initializers["experts.transposed"].const_value
-    packed = of_rounded(tensor, 8).make()
+    packed = pack_rounded_experts(tensor, 8).make()
     assert set(asked) == {1}
     values = [unpack("int8", part, 512, 256) for part in np.split(packed, 4)]
     whole = stored.whole().numpy()

@@ -9,7 +9,7 @@ import pytest
 
 from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.source import gguf_parts, hash_checkpoint
-from specexport.trace.check import reference_logits
+from specexport.trace.check import compute_reference_logits
 from specexport_runtime.errors import CheckpointError
 from tests.support.models.tiny_gguf import write_gguf
 from tests.support.models.tiny_models import GROUPED, make_model
@@ -50,7 +50,9 @@ def test_parts_are_the_whole_file(folder: Path, given: str, stream: bool) -> Non
     for name, weight in wanted.items():
         np.testing.assert_array_equal(read[name].numpy(), weight.numpy())
     if not stream:
-        np.testing.assert_array_equal(reference_logits(parts, SEQUENCES)[0], reference_logits(whole, SEQUENCES)[0])
+        np.testing.assert_array_equal(
+            compute_reference_logits(parts, SEQUENCES)[0], compute_reference_logits(whole, SEQUENCES)[0]
+        )
 
 
 def test_kept_weights_are_read_from_the_part_that_they_lie_in(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.lora import CONFIG, WEIGHTS, find_adapter
-from specexport.checkpoint.lora_fit import merge_adapter, read_adapter, with_adapter
-from specexport.trace.check import reference_logits
+from specexport.checkpoint.lora_fit import merge_adapter, read_adapter, use_adapter
+from specexport.trace.check import compute_reference_logits
 from specexport_runtime.errors import CheckpointError
 from tests.support.models.tiny_lora import ALL, apply_adapter, save_adapter
 from tests.support.models.tiny_models import ARCHITECTURES, make_model, save_checkpoint
@@ -46,15 +46,15 @@ def test_merged_weights_compute_what_the_factors_do(kind: str, stream: bool, tmp
     model, folder = make(tmp_path, name, **config)
     checkpoint = load_checkpoint(str(save_checkpoint(model, tmp_path / "model")), stream=stream)
     assert bool(checkpoint.stored) == (stream and name not in ("mixtral",))  # experts are stacked when they are loaded
-    plain = reference_logits(checkpoint, IDS)[0]
+    plain = compute_reference_logits(checkpoint, IDS)[0]
     adapter = read_adapter(find_adapter("a", str(folder)), checkpoint.model)
     with torch.no_grad():
         wanted = apply_adapter(model, folder)(torch.tensor(IDS)).logits[0].numpy()
-    with with_adapter(checkpoint, adapter) as changed:
-        within = reference_logits(changed, IDS)[0]
-    assert (reference_logits(checkpoint, IDS)[0] == plain).all()
+    with use_adapter(checkpoint, adapter) as changed:
+        within = compute_reference_logits(changed, IDS)[0]
+    assert (compute_reference_logits(checkpoint, IDS)[0] == plain).all()
     merge_adapter(checkpoint, adapter)
-    found = reference_logits(checkpoint, IDS)[0]
+    found = compute_reference_logits(checkpoint, IDS)[0]
     assert (found == within).all()
     assert abs(found - wanted).max() < 1e-4 * max(1.0, abs(wanted).max())
     assert abs(found - plain).max() > 0.1
@@ -164,4 +164,4 @@ def test_an_adapter_that_changes_while_it_is_read(tmp_path: Path) -> None:
     merge_adapter(checkpoint, read_adapter(find_adapter("a", str(folder)), checkpoint.model))
     edit_tensors(folder, lambda tensors: tensors.update({f"{_Q}.lora_B.weight": torch.zeros(64, 4)}))
     with pytest.raises(CheckpointError, match="changed while it was read"):
-        reference_logits(checkpoint, IDS)
+        compute_reference_logits(checkpoint, IDS)

@@ -114,16 +114,16 @@ def test_other_weights_are_no_alarm(method: str, bits: int, seed: int) -> None:
 
 def test_a_layer_of_its_own_bits_is_read_with_them() -> None:
     """GPTQModel's ``dynamic``: the first expression that fits, with or without its sign."""
-    from specexport.checkpoint.packed import _own_settings
+    from specexport.checkpoint.packed import _layer_settings
 
     found = settings(dynamic={r"+:.*\.down_proj": {"bits": 8}, r".*\.1\..*": {"group_size": 64}, "-:.*up_proj": {}})
-    assert _own_settings(SOURCE, found, "model.layers.1.mlp.down_proj")["bits"] == 8
-    assert _own_settings(SOURCE, found, "model.layers.1.mlp.gate_proj")["group_size"] == 64
-    assert _own_settings(SOURCE, found, "model.layers.0.mlp.gate_proj")["bits"] == 4
+    assert _layer_settings(SOURCE, found, "model.layers.1.mlp.down_proj")["bits"] == 8
+    assert _layer_settings(SOURCE, found, "model.layers.1.mlp.gate_proj")["group_size"] == 64
+    assert _layer_settings(SOURCE, found, "model.layers.0.mlp.gate_proj")["bits"] == 4
     with pytest.raises(CheckpointError, match=r"that model\.layers\.0\.mlp\.up_proj is not"):
-        _own_settings(SOURCE, found, "model.layers.0.mlp.up_proj")
+        _layer_settings(SOURCE, found, "model.layers.0.mlp.up_proj")
     with pytest.raises(CheckpointError, match="is no expression"):
-        _own_settings(SOURCE, settings(dynamic={"+:(": {}}), "layer")
+        _layer_settings(SOURCE, settings(dynamic={"+:(": {}}), "layer")
 
 
 @pytest.mark.parametrize(

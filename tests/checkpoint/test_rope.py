@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specexport.checkpoint.lengths import FixedRope, hold_length
+from specexport.checkpoint.lengths import FixedRope, freeze_length
 from specexport.checkpoint.load import load_checkpoint
-from specexport.trace.check import reference_logits
+from specexport.trace.check import compute_reference_logits
 from specexport_runtime.errors import UnsupportedModelError
 from tests.support.cases import chance
 from tests.support.models.tiny_models import BASE, BY_LENGTH, GROUPED, VOCAB, make_model, save_checkpoint
@@ -26,9 +26,9 @@ def draw(*lengths: int) -> list[list[int]]:
 @pytest.mark.parametrize(("name", "max_len"), [("phi3_longrope", ORIGINAL), *((name, 48) for name in BY_LENGTH)])
 def test_engine_has_the_angles_that_transformers_takes_for_the_longest_sequence(name, max_len, tmp_path):
     sequences = draw(max_len, 33 if max_len > ORIGINAL and "longrope" in name else max_len)
-    wanted = reference_logits(make_checkpoint(make_model(*BY_LENGTH[name])), sequences)  # unmodified
+    wanted = compute_reference_logits(make_checkpoint(make_model(*BY_LENGTH[name])), sequences)  # unmodified
     checkpoint = make_checkpoint(make_model(*BY_LENGTH[name]))
-    hold_length(checkpoint, max_len)
+    freeze_length(checkpoint, max_len)
     _, layers, _ = build(checkpoint.model, tmp_path)
     engine = Engine(tmp_path, layers, num_rows=2, capacity=max_len + 1)
     # A row that crosses the border, in ragged steps of which none is as long as the sequence.
@@ -45,12 +45,12 @@ def test_engine_has_the_angles_that_transformers_takes_for_the_longest_sequence(
 def test_a_short_text_under_the_long_table_is_not_what_transformers_gives() -> None:
     """This is what docs/build.md says; and the test above would notice the wrong table."""
     (sequence,) = sequences = draw(20)
-    (plain,) = reference_logits(make_checkpoint(make_model(*BY_LENGTH["phi3_longrope"])), sequences)
+    (plain,) = compute_reference_logits(make_checkpoint(make_model(*BY_LENGTH["phi3_longrope"])), sequences)
     checkpoint = make_checkpoint(make_model(*BY_LENGTH["phi3_longrope"]))
-    hold_length(checkpoint, 48)
-    (held,) = reference_logits(checkpoint, [sequence])
+    freeze_length(checkpoint, 48)
+    (held,) = compute_reference_logits(checkpoint, [sequence])
     assert np.abs(held - plain).max() > 0.01
-    np.testing.assert_array_equal(held, reference_logits(checkpoint, [sequence, *draw(48)])[0])
+    np.testing.assert_array_equal(held, compute_reference_logits(checkpoint, [sequence, *draw(48)])[0])
 
 
 @pytest.mark.one_of_kind
@@ -66,13 +66,13 @@ def test_a_short_text_under_the_long_table_is_not_what_transformers_gives() -> N
 )
 def test_what_was_held_is_said(name: str, max_len: int, text: str) -> None:
     checkpoint = make_checkpoint(make_model(*BY_LENGTH[name]))
-    hold_length(checkpoint, max_len)
+    freeze_length(checkpoint, max_len)
     assert checkpoint.rope == FixedRope(max_len, text)
 
 
 def test_other_models_are_left_alone() -> None:
     checkpoint = make_checkpoint(make_model("Llama", GROUPED))
-    hold_length(checkpoint, 64)
+    freeze_length(checkpoint, 64)
     assert checkpoint.rope is None
 
 
@@ -83,7 +83,7 @@ def test_a_module_that_goes_by_the_length_on_its_own_is_refused() -> None:
     }
     model = make_model("Phimoe", BASE | {"num_key_value_heads": 2, "num_local_experts": 2, "rope_parameters": rope})
     with pytest.raises(UnsupportedModelError, match="in a way of its own"):
-        hold_length(make_checkpoint(model), 48)
+        freeze_length(make_checkpoint(model), 48)
 
 
 def test_limits_come_from_the_tables(tmp_path: Path) -> None:

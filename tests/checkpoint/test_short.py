@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from specexport.checkpoint.lengths import hold_length, hold_short, plain_length
-from specexport.trace.check import check_packed, eager_logits
+from specexport.checkpoint.lengths import find_full_attention_length, freeze_length, replace_partial_attention
+from specexport.trace.check import check_packed, compute_eager_logits
 from specexport.trace.geometry import probe_layers
 from specexport.trace.refuse import check_config
 from specexport_runtime.errors import UnsupportedModelError
@@ -34,17 +34,17 @@ def make(name: str) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_up_to_the_limit_the_model_is_the_same_and_beyond_it_is_not(name: str) -> None:
     own, held = make(name), make(name)
-    assert plain_length(own) == LONGEST
-    assert hold_short(held, LONGEST)
+    assert find_full_attention_length(own) == LONGEST
+    assert replace_partial_attention(held, LONGEST)
     for length, same in ((LONGEST, True), (LONGEST + 1, False)):
         ids = [list(range(3, 3 + length))]
-        assert bool((abs(eager_logits(own, ids)[0] - eager_logits(held, ids)[0]) < 1e-6).all()) == same
+        assert bool((abs(compute_eager_logits(own, ids)[0] - compute_eager_logits(held, ids)[0]) < 1e-6).all()) == same
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_steps_of_a_held_model_are_plain(name: str) -> None:
     checkpoint = make_checkpoint(make(name))
-    hold_length(checkpoint, LONGEST)
+    freeze_length(checkpoint, LONGEST)
     assert checkpoint.max_positions == LONGEST
     check_config(checkpoint.model)
     check_packed(checkpoint.model, probe_layers(checkpoint.model))
@@ -53,7 +53,7 @@ def test_packed_steps_of_a_held_model_are_plain(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_longer_bundle_is_refused_with_the_length_that_would_do(name: str) -> None:
     checkpoint = make_checkpoint(make(name))
-    hold_length(checkpoint, LONGEST + 1)
+    freeze_length(checkpoint, LONGEST + 1)
     with pytest.raises(UnsupportedModelError, match="it has layers of kind") as caught:
         check_config(checkpoint.model)
     assert caught.value.exit_code == 2
@@ -65,15 +65,16 @@ def test_scores_that_grow_with_the_position_end_the_plain_part() -> None:
     model = make("chunks")
     for layer in model.model.layers:
         layer.self_attn.attn_temperature_tuning, layer.self_attn.floor_scale = True, 8
-    assert plain_length(model) == 7
-    assert hold_short(model, 7)
+    assert find_full_attention_length(model) == 7
+    assert replace_partial_attention(model, 7)
     assert not any(layer.self_attn.attn_temperature_tuning for layer in model.model.layers)
 
 
 def test_other_models_are_left_alone() -> None:
     model = make_llama()
-    assert plain_length(model) is None
-    assert not hold_short(model, 4)
+    assert find_full_attention_length(model) is None
+    assert not replace_partial_attention(model, 4)
     assert torch.equal(
-        torch.tensor(eager_logits(model, [[3, 4]])[0]), torch.tensor(eager_logits(make_llama(), [[3, 4]])[0])
+        torch.tensor(compute_eager_logits(model, [[3, 4]])[0]),
+        torch.tensor(compute_eager_logits(make_llama(), [[3, 4]])[0]),
     )

@@ -15,7 +15,7 @@ from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.loaded import Checkpoint
 from specexport.checkpoint.stored import StoredWeight
 from specexport.checkpoint.tagged import Tags
-from specexport.trace.check import reference_logits, trace_checkpoint
+from specexport.trace.check import compute_reference_logits, trace_checkpoint
 from specexport_runtime.errors import CheckpointError
 from tests.support.models.tiny_gguf import write_gguf
 from tests.support.models.tiny_models import ARCHITECTURES, GROUPED, make_llama, make_model, save_checkpoint
@@ -45,7 +45,7 @@ def assert_same_model(path: Path, dtype: str = "float32") -> Checkpoint:
         assert ours[name].dtype == wanted.dtype
         assert torch.equal(ours[name], wanted), name
     for found, wanted_logits in zip(
-        reference_logits(streamed, SEQUENCES), reference_logits(whole, SEQUENCES), strict=True
+        compute_reference_logits(streamed, SEQUENCES), compute_reference_logits(whole, SEQUENCES), strict=True
     ):
         np.testing.assert_allclose(found, wanted_logits, atol=1e-5 if dtype == "float32" else 0.1)
     same = ("architecture", "vocab_size", "num_parameters", "eos_token_ids", "bos_token_id", "source_sha256")
@@ -131,9 +131,9 @@ def test_tracing_reads_no_weight(tmp_path: Path) -> None:
 
 def test_a_large_layer_is_multiplied_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_checkpoint(make_llama(mlp_bias=True), tmp_path / "tiny")
-    wanted = reference_logits(load_checkpoint(str(folder)), SEQUENCES)
+    wanted = compute_reference_logits(load_checkpoint(str(folder)), SEQUENCES)
     monkeypatch.setattr("specexport.checkpoint.stored.CHUNK", 64 * 7)  # seven rows of most
-    found = reference_logits(load_checkpoint(str(folder), stream=True), SEQUENCES)
+    found = compute_reference_logits(load_checkpoint(str(folder), stream=True), SEQUENCES)
     for ours, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
@@ -147,7 +147,7 @@ def test_an_embedding_is_read_where_it_is_looked_up(tmp_path: Path) -> None:
         return table.rows(start, stop)
 
     checkpoint.stored = {**checkpoint.stored, "model.embed_tokens.weight": StoredWeight(table.shape, table.dtype, rows)}
-    reference_logits(checkpoint, [[5, 9, 5]])
+    compute_reference_logits(checkpoint, [[5, 9, 5]])
     assert sorted(seen) == [(5, 6), (9, 10)]
 
 
@@ -168,15 +168,15 @@ def test_a_model_that_is_run_elsewhere_says_that_it_has_no_data(tmp_path: Path) 
 
 def test_stand_ins_read_nothing_and_leave_nothing(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(save_checkpoint(make_llama(), tmp_path / "tiny")), stream=True)
-    wanted = reference_logits(checkpoint, SEQUENCES)
+    wanted = compute_reference_logits(checkpoint, SEQUENCES)
     real = checkpoint.stored
     refuse_to_read(checkpoint)
-    with streaming.stand_ins(checkpoint.model, checkpoint.stored), torch.no_grad():
+    with streaming.use_random_weights(checkpoint.model, checkpoint.stored), torch.no_grad():
         logits = checkpoint.model(input_ids=torch.tensor([SEQUENCES[0]])).logits
     assert torch.isfinite(logits).all()
     assert logits.std() > 0.1  # no degenerate model: packed tokens are compared with these
     checkpoint.stored = real
-    np.testing.assert_array_equal(reference_logits(checkpoint, SEQUENCES)[0], wanted[0])
+    np.testing.assert_array_equal(compute_reference_logits(checkpoint, SEQUENCES)[0], wanted[0])
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
@@ -190,10 +190,10 @@ def test_a_file_that_changes_meanwhile_is_noticed(kind: str, tmp_path: Path) -> 
     checkpoint = load_checkpoint(str(source), stream=True)
     path.write_bytes(path.read_bytes() + b"\0")
     with pytest.raises(CheckpointError, match=rf"changed while it was read \({path.name}\)"):
-        reference_logits(checkpoint, SEQUENCES)
+        compute_reference_logits(checkpoint, SEQUENCES)
     path.unlink()
     with pytest.raises(CheckpointError, match="changed while it was read"):
-        reference_logits(checkpoint, SEQUENCES)
+        compute_reference_logits(checkpoint, SEQUENCES)
 
 
 def test_a_missing_weight_is_named(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_weight_that_is_turned_cut_or_made_anew_is_no_stored_one(change: Calla
     tag = tags.make((4, 4), lambda start, stop: torch.ones(stop - start, 4))
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(change(tag), requires_grad=False)
-    found = tags.settle(model)
+    found = tags.resolve_tags(model)
     assert (found is None) == (change(tag) is not tag)
     assert model.weight.is_meta == (found is not None)
 
@@ -228,7 +228,7 @@ def test_a_weight_that_was_given_other_values_is_no_stored_one() -> None:
     tags, model = Tags(torch.float32), torch.nn.Module()
     tag = tags.make((4, 4), lambda start, stop: torch.ones(stop - start, 4))
     model.weight = torch.nn.Parameter(cleared(tag), requires_grad=False)
-    assert tags.settle(model) is None
+    assert tags.resolve_tags(model) is None
 
 
 def test_a_model_that_clears_a_row_as_it_loads_is_as_transformers_loads_it(tmp_path: Path) -> None:
@@ -257,4 +257,4 @@ def test_matrices_of_one_row_or_column_are_stored_ones() -> None:
     for at, shape in enumerate([(1, 5), (5, 1), (1, 1)]):
         tag = tags.make(shape, lambda start, stop: torch.ones(stop - start, 1))
         model.register_parameter(f"w{at}", torch.nn.Parameter(tag, requires_grad=False))
-    assert set(tags.settle(model) or ()) == {"w0", "w1", "w2"}
+    assert set(tags.resolve_tags(model) or ()) == {"w0", "w1", "w2"}

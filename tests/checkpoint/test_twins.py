@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.source import Source
 from specexport.checkpoint.tokenizer import load_tokenizer
-from specexport.checkpoint.vocabulary import keep_twins, texts_of
+from specexport.checkpoint.vocabulary import read_token_texts, separate_duplicate_texts
 from specexport_runtime.errors import CheckpointError
-from specexport_runtime.requests.text import text_behind
-from specexport_runtime.requests.token_bytes import name_of, token_bytes
+from specexport_runtime.requests.text import decode_continuation
+from specexport_runtime.requests.token_bytes import get_token_name, token_bytes
 from specexport_runtime.server.token_text import TokenTexts
 from tests.support.models.tiny_gguf import write_gguf
 from tests.support.models.tiny_models import GROUPED, make_model
@@ -32,9 +32,9 @@ def check(tokenizer: Tokenizer, texts: dict[int, bytes], first: str = "a") -> No
     for index, text in texts.items():
         whole = text.decode("utf-8", errors="replace")
         assert tokenizer.decode([before, index, index], skip_special_tokens=False) == first + 2 * whole, index
-        assert text_behind(tokenizer, [before], [index, index, before]) == 2 * whole + first, index
+        assert decode_continuation(tokenizer, [before], [index, index, before]) == 2 * whole + first, index
         assert (as_bytes[index], single[index].data) == (text, text), index
-        assert not (name_of(tokenizer, index) or "").endswith("\ufdd0")
+        assert not (get_token_name(tokenizer, index) or "").endswith("\ufdd0")
 
 
 def test_twins_of_a_gguf_file(tmp_path: Path) -> None:
@@ -89,12 +89,14 @@ def test_twins_of_a_tokenizer_json(tmp_path: Path) -> None:
     check(tokenizer, texts | {270: b"<x>", 271: b"<x>", 272: b"<y>"})
     assert tokenizer.encode("<x>b\u2581a<y>").ids == [271, 261, 262, 272], "as transformers reads it"
     assert tokenizer.decode([270, 271, 260, 272]) == "a"
-    assert text_behind(tokenizer, [260], [264, 3 + 0x82, 3 + 0xAC]) == "\u20ac", "one character of three byte tokens"
+    assert decode_continuation(tokenizer, [260], [264, 3 + 0x82, 3 + 0xAC]) == "\u20ac", (
+        "one character of three byte tokens"
+    )
 
 
 def test_a_vocabulary_without_twins_stays_as_it_is() -> None:
     whole = json.dumps(sentencepiece()).encode()
-    assert keep_twins(Source("tiny", Path(), None, ()), whole, texts_of(whole)) == whole
+    assert separate_duplicate_texts(Source("tiny", Path(), None, ()), whole, read_token_texts(whole)) == whole
 
 
 def test_a_list_of_pieces_holds_twins_by_itself_and_a_bare_tokenizer_none() -> None:
@@ -102,9 +104,9 @@ def test_a_list_of_pieces_holds_twins_by_itself_and_a_bare_tokenizer_none() -> N
     pieces = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("b", -1.0), ("a", -2.0)], unk_id=0))
     pieces.decoder = decoders.Fuse()
     whole = pieces.to_str().encode()
-    assert keep_twins(source, whole, texts_of(whole)) == whole
+    assert separate_duplicate_texts(source, whole, read_token_texts(whole)) == whole
     assert token_bytes(pieces, 4) == [b"<unk>", b"a", b"b", b"a"]
     data = sentencepiece() | {"decoder": None}
     whole = doubled(data, {"b": 263})
     with pytest.raises(CheckpointError, match=r"tiny: two tokens have the text 'b'.*263"):
-        keep_twins(source, json.dumps(data).encode(), texts_of(whole))
+        separate_duplicate_texts(source, json.dumps(data).encode(), read_token_texts(whole))

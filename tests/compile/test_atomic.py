@@ -131,7 +131,7 @@ def test_a_replacement_that_was_killed_between_its_renames_is_undone(tmp_path: P
 @pytest.mark.parametrize("locks", [True, False])
 def test_several_replace_a_folder_at_once(old: Path, monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
     if not locks:
-        monkeypatch.setattr(held, "take_lock", lambda *_args, **_options: None)
+        monkeypatch.setattr(held, "try_lock", lambda *_args, **_options: None)
 
     def put(number: int) -> None:
         for _ in range(60):

@@ -43,7 +43,7 @@ def test_a_configuration_that_does_not_fit(refuse_cli, tmp_path, name, change, w
 
 
 def test_layers_that_only_guess_tokens_may_be_left() -> None:
-    """DeepSeek and GLM number the layers of their MTP modules behind the model's own."""
+    """DeepSeek and GLM number the layers of their MTP modules after the model's own."""
     model, source = make_llama(), Source("one", Path("none"), None, ())
     model.config.num_nextn_predict_layers = 1
     check_no_layer_left(source, model, ["model.layers.2.eh_proj.weight", "visual.layers.7.norm.weight", "other"])

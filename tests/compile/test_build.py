@@ -14,7 +14,7 @@ from specexport.compare import logit_scale
 from specexport.compile import check
 from specexport.compile.built import EngineCheck
 from specexport.compile.cache import EngineCache
-from specexport.compile.check import check_engine, check_sequences
+from specexport.compile.check import build_check_sequences, check_engine
 from specexport.compile.part import STAGES
 from specexport.compile.pipeline import build_bundle
 from specexport.inspect import describe
@@ -257,7 +257,7 @@ def test_a_wrong_engine_fails_the_check_and_leaves_nothing(wrong, tiny_pair, tmp
 @pytest.mark.parametrize(("sequence", "position", "wrong"), [(0, 0, 1.0), (0, 8, np.nan), (1, 2, np.nan), (1, 7, 1.0)])
 def test_the_check_sees_every_position(tiny_bundle, full: bool, sequence: int, position: int, wrong: float) -> None:
     entry = load_manifest(tiny_bundle).models["draft"]
-    sequences = check_sequences(entry.vocab_size)
+    sequences = build_check_sequences(entry.vocab_size)
     truth = own_logits(tiny_bundle, entry, sequences)
     assert check_engine(tiny_bundle, entry, sequences, truth, full=full).max_abs_error < 1e-5
     truth[sequence][position, 5] += np.float32(wrong)
@@ -275,7 +275,7 @@ def test_the_check_sees_every_position(tiny_bundle, full: bool, sequence: int, p
 )
 def test_the_full_check_sees_what_is_wrong_one_token_at_a_time_only(role, padded, where, tiny_bundle, monkeypatch):
     entry = load_manifest(tiny_bundle).models[role]
-    sequences = check_sequences(entry.vocab_size)
+    sequences = build_check_sequences(entry.vocab_size)
     truth = own_logits(tiny_bundle, entry, sequences)
     right = ModelRunner.step
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from rich.text import Text
 
 from specexport import cli
-from specexport.host import seldom_collected
+from specexport.host import collect_garbage_rarely
 from specexport.progress import ProgressEvent, StageClock, show_progress
 from specexport.report import Column, markdown_table, terminal_table
 from specexport_runtime.bundle.manifest import load_manifest
@@ -242,7 +242,7 @@ def nothing_frozen() -> Iterator[None]:
 def test_what_is_made_within_is_collected_and_what_was_there_is_not_looked_at() -> None:
     before, within = Node(), []
     thresholds, old = gc.get_threshold(), weakref.ref(before)
-    with seldom_collected():
+    with collect_garbage_rarely():
         assert gc.get_threshold()[0] == 50_000
         node = Node()
         within.append(weakref.ref(node))
@@ -258,6 +258,6 @@ def test_what_is_made_within_is_collected_and_what_was_there_is_not_looked_at() 
 def test_what_somebody_else_froze_stays_frozen() -> None:
     node = Node()
     gc.freeze()
-    with pytest.raises(ValueError, match="stop"), seldom_collected():
+    with pytest.raises(ValueError, match="stop"), collect_garbage_rarely():
         raise ValueError("stop")
     assert not any(known is node for known in gc.get_objects()), "a collection looks at it again"

@@ -13,8 +13,8 @@ from specexport.compile import fingerprint
 from specexport.compile.built import BuiltModel, EngineCheck
 from specexport.compile.bundle import write_bundle
 from specexport.compile.cache import EngineCache, cache_folder
-from specexport.compile.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, hash_sources, needed_sources
-from specexport.recipe import BuildRecipe, resolve_parts, settled
+from specexport.compile.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, find_needed_sources, hash_sources
+from specexport.recipe import BuildRecipe, resolve_parts, resolve_settings
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import load_manifest
@@ -129,7 +129,7 @@ def test_ids_that_the_model_has_no_row_for_end_nothing(tmp_path: Path) -> None:
     tokenizer = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}).encode()
     built = dataclasses.replace(built, tokenizer_json=tokenizer, eos_token_ids=(2, -1, 8, 7))
     recipe = BuildRecipe(target="t", output="o", max_model_len=32)
-    settings = settled(recipe, resolve_parts(recipe, {"target": False}))
+    settings = resolve_settings(recipe, resolve_parts(recipe, {"target": False}))
     write_bundle(tmp_path / "bundle", settings=settings, build_key=KEY, tools={}, models={"target": built})
     assert load_manifest(tmp_path / "bundle").vocabulary.eos_token_ids == (2, 7)
 
@@ -149,12 +149,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def forget() -> None:
-    fingerprint._source_of.cache_clear()
-    fingerprint._needs.cache_clear()
+    fingerprint._find_source.cache_clear()
+    fingerprint._find_imports.cache_clear()
 
 
 def test_what_decides_an_engine_is_in_its_key() -> None:
-    names = set(needed_sources(ENGINE_ROOT))
+    names = set(find_needed_sources(ENGINE_ROOT))
     for decides in (
         "specexport_runtime.abi",
         "specexport_runtime.executors.paged",  # the layout of ort-cuda's caches
@@ -167,11 +167,11 @@ def test_what_decides_an_engine_is_in_its_key() -> None:
         assert decides in names
     for shows in ("specexport.cli", "specexport.demo", "specexport.bench.command", "specexport_runtime.engine"):
         assert shows not in names
-    assert names < set(needed_sources(BUNDLE_ROOT))
+    assert names < set(find_needed_sources(BUNDLE_ROOT))
 
 
 def test_every_pass_lowering_and_kernel_is_in_the_key() -> None:
-    names = set(needed_sources(ENGINE_ROOT))
+    names = set(find_needed_sources(ENGINE_ROOT))
     for folder in ("passes", "lowering", "kernels", "plugin", "checkpoint", "trace"):
         for path in (ROOT / "specexport" / folder).glob("*.py"):
             # Named by nobody, or by tools alone: a reason is owed for each.
@@ -211,6 +211,6 @@ def test_imports_in_functions_count_and_those_for_type_checkers_do_not(package: 
         "def build():\n    from specexport import host\n    import specexport.progress\n"
         "WORKER = 'specexport.backends.trt_worker'\nNOTE = 'specexport.gone'\n"
     )
-    names = set(needed_sources(ENGINE_ROOT))
+    names = set(find_needed_sources(ENGINE_ROOT))
     assert {"specexport.host", "specexport.progress", "specexport.backends.trt_worker"} <= names
     assert "specexport.bench.runner" not in names

@@ -182,7 +182,7 @@ def test_the_step_is_one_of_the_engines_own_decode(tiny_bundle: Path) -> None:
         (plain,) = engine.generate(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True), drafter="none")
     step = capture_step(bundle, "target", prompt, "verify", after=3)
     assert step.past == len(prompt) + 2
-    assert step.tokens == tuple(plain.token_ids[2:11])  # the last token that was decoded, and K = 8 behind it
+    assert step.tokens == tuple(plain.token_ids[2:11])  # the last token that was decoded, and K = 8 after it
     assert step.logits.argmax(axis=1)[:-1].tolist() == list(step.tokens[1:])
     assert capture_step(bundle, "target", prompt, "prefill").tokens == tuple(prompt)
     first = capture_step(bundle, "target", prompt, "decode")

@@ -20,7 +20,7 @@ from specexport.doctor import gpu, versions
 from specexport.doctor.finding import Finding
 from specexport_runtime.errors import CheckFailedError, IncompatibleError
 from specexport_runtime.executors import ort_cuda_package
-from specexport_runtime.executors.ort_cuda_package import CODE, both_installed, lacks_code, run_step
+from specexport_runtime.executors.ort_cuda_package import CODE, are_both_installed, explain_missing_code, run_step
 from specexport_runtime.executors.trt_open import RTX_SM
 from tests.support.cases.present_gpu import has_gpu
 from tests.support.cases.refusals import RunCli
@@ -177,8 +177,8 @@ def test_the_architectures_of_tensorrt_rtx_are_the_packages_own() -> None:
     ("capability", "runs"), [(75, True), (80, True), (87, True), (70, False), (121, True), (100, False), (0, True)]
 )
 def test_code_runs_on_later_gpus_of_its_generation(capability: int, runs: bool) -> None:
-    assert (lacks_code("1.31.1", capability) is None) is runs
-    assert lacks_code("1.99", capability) is None, "what another version has is not known"
+    assert (explain_missing_code("1.31.1", capability) is None) is runs
+    assert explain_missing_code("1.99", capability) is None, "what another version has is not known"
     assert 90 in CODE["1.31.1"]
 
 
@@ -208,7 +208,7 @@ def test_both_packages_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
         return versions[name]
 
     monkeypatch.setattr(ort_cuda_package, "version", version)
-    assert not both_installed()
+    assert not are_both_installed()
     assert doctor._onnxruntime().state == "ok"
     versions["onnxruntime-gpu"] = "1.31.1"
     finding = doctor._onnxruntime()

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specexport.compile.command import result_to_json, summary
+from specexport.compile.command import format_summary, result_to_json
 from specexport.compile.draft_cuts import NUM_PIECES, PIECE_LEN, cut_pieces
 from specexport.compile.pipeline import BuildResult, build_bundle
 from specexport.compile.plan import make_plan
@@ -91,7 +91,7 @@ def test_layers_that_do_nothing_go_and_nothing_is_lost(without_idle: BuildResult
     assert after == before
     assert after[1] == after[2] > 0, "the draft has the target's weights"
     words = "3 of 4 layers, without 1 (similarity 1.000)"
-    assert f"  draft: {words}, logits within" in summary(without_idle)
+    assert f"  draft: {words}, logits within" in format_summary(without_idle)
     assert result_to_json(without_idle)["dropped_layers"] == {"target": [], "draft": [(1, 1.0)]}
     assert f"\n  {words}\n" in run_cli("inspect", without_idle.path, "--all").output
     shown = json.loads(run_cli("inspect", without_idle.path, "--json").output)
@@ -152,7 +152,7 @@ def test_all_layers_and_all_tokens_are_no_cut(tiny_pair: TinyPair, tmp_path: Pat
     draft = result.manifest.models["draft"]
     assert (draft.dropped_layers, draft.cut_lm_head) == ((), None)
     assert "lm-head-cut" not in dict(draft.passes)
-    assert "layers, without" not in summary(result)
+    assert "layers, without" not in format_summary(result)
 
 
 def test_bad_input_is_one_line(refuse_cli, tiny_pair, tmp_path, monkeypatch):

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from specexport.compile import draft_guesses, draft_trial, plan
 from specexport.compile.built import BuiltModel
 from specexport.compile.draft_cuts import read_counting_texts
-from specexport.compile.draft_guesses import Text, guess_texts, held_out, write_texts
-from specexport.compile.draft_promise import MARGIN, Priced, is_sure, pick, promised_speed
-from specexport.compile.draft_trial import Chosen, DraftForm, DraftTrial, FormChoice, HeadSizes
+from specexport.compile.draft_guesses import Text, measure_guesses, split_held_out, write_texts
+from specexport.compile.draft_promise import MARGIN, PricedForm, is_sure, pick, promised_speed
+from specexport.compile.draft_trial import ChosenForm, DraftForm, DraftTrial, FormChoice, HeadSizes
 from specexport.compile.pipeline import BuildResult, build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME
@@ -64,10 +64,10 @@ def test_only_what_is_smaller_is_tried(kept: float | None, others: tuple[str, ..
 
 def test_no_prompt_is_among_the_texts_that_are_counted() -> None:
     texts = [f"{at} " * 400 for at in range(40)]
-    counted, prompts = held_out(texts)
+    counted, prompts = split_held_out(texts)
     assert 6 <= len(prompts) <= 12
     assert not any(prompt in text for prompt in prompts for text in counted)
-    assert held_out(texts[:3]) == (tuple(texts[:3]), ())
+    assert split_held_out(texts[:3]) == (tuple(texts[:3]), ())
 
 
 def _built(bundle: Path, role: str) -> BuiltModel:
@@ -91,10 +91,10 @@ def test_what_the_target_writes_and_who_guesses_it(tiny_bundle: Path) -> None:
     count = sum(len(text.written) for text in texts)
     head = np.arange(0, 320, 2, dtype=np.int32)
     inside = sum(token % 2 == 0 for text in texts for token in text.written)
-    right = guess_texts(tiny_bundle, target.entry, texts, None, [None, head])
+    right = measure_guesses(tiny_bundle, target.entry, texts, None, [None, head])
     assert right.sum(axis=1).tolist() == [count, inside]
     wrong = [Text(text.prompt, [(token + 1) % 320 for token in text.written[:1]]) for text in texts]
-    assert not guess_texts(tiny_bundle, target.entry, wrong, None, [None]).any()
+    assert not measure_guesses(tiny_bundle, target.entry, wrong, None, [None]).any()
 
 
 @pytest.fixture
@@ -122,7 +122,8 @@ def test_few_texts_choose_as_well_as_all(tiny_bundle: Path) -> None:
         sizes = (65536, 28000, 14000, 7000, 3500)
         parameters = [step * (1 - head * (1 - size / 65536)) for size in sizes]
         forms = [
-            Priced(_sized(models["draft"], each), size, target, 8) for size, each in zip(sizes, parameters, strict=True)
+            PricedForm(_sized(models["draft"], each), size, target, 8)
+            for size, each in zip(sizes, parameters, strict=True)
         ]
         accepted = draws.uniform(0.4, 0.92)
         kept = 1 - np.cumsum([0, *draws.uniform(0, 0.08, 4) * draws.uniform(0, 1.5)])
@@ -181,11 +182,11 @@ def test_when_more_texts_are_written(step, few, every, chosen, looks, tiny_bundl
         packed = None if form.quantize else built.engine.packed_bytes
         return replace(built, quantize=form.quantize, engine=replace(built.engine, packed_bytes=packed))
 
-    for name, value in (("HEAD_SIZES", (150, 40)), ("write_texts", write), ("guess_texts", guess)):
+    for name, value in (("HEAD_SIZES", (150, 40)), ("write_texts", write), ("measure_guesses", guess)):
         monkeypatch.setattr(draft_trial, name, value)
     trial = DraftTrial(True, True, ("a",), False, 8, target, tiny_bundle)
     choice = FormChoice(trial, ["int8"], sizes, lambda _: np.arange(320, dtype=np.int32))
-    form, found = choice.settle(Chosen(DraftForm(None, None), entry), tmp_path, make)
+    form, found = choice.settle(ChosenForm(DraftForm(None, None), entry), tmp_path, make)
     assert (form.quantize, None if form.head_ids is None else len(form.head_ids)) == chosen
     assert wrote == looks
     assert found.trial is not None
@@ -260,7 +261,7 @@ def test_a_chosen_draft_is_accepted_as_often_as_the_trial_said(kinds, tied, tmp_
     assert [form.quantize for form in tried] == ["keep"] * 3 + (["int4"] if kinds[""] == "Q8_0" else [])
     assert_priced(result, ("keep", 150))
     assert tried[0].accepted == 1, "both are one model"
-    _, own_prompts = held_out(read_counting_texts(str(tmp_path / "texts.txt")))
+    _, own_prompts = split_held_out(read_counting_texts(str(tmp_path / "texts.txt")))
     tokenizer = Tokenizer.from_file(str(result.path / "tokenizer.json"))
     prompts = [tokenizer.encode(prompt).ids[-draft_guesses.PROMPT_LEN :] for prompt in own_prompts]
     params = SamplingParams(max_tokens=draft_guesses.NUM_TOKENS)
@@ -306,7 +307,7 @@ def test_a_draft_that_cannot_be_tried_is_what_it_was(work, least, why, tiny_pair
 
     trying.setattr(plan, "MIN_BYTES", least)
     trying.setattr(draft_guesses, "_MAX_WORK", work)
-    trying.setattr(draft_trial, "guess_texts", guess)
+    trying.setattr(draft_trial, "measure_guesses", guess)
     draft = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b"), use_cache=False))
     assert (draft.quantize, _cut(draft)) == (None, None)
     assert draft.trial.forms == ()
@@ -319,9 +320,9 @@ def test_a_form_that_cannot_be_had_leaves_the_others(tiny_pair, tmp_path, trying
     def guess(folder: Path, entry: ModelEntry, *args: Any) -> Any:
         if entry.quantize == "int8":
             raise SpecexportError("the draft breaks with int8.")
-        return guess_texts(folder, entry, *args)
+        return measure_guesses(folder, entry, *args)
 
-    trying.setattr(draft_trial, "guess_texts", guess)
+    trying.setattr(draft_trial, "measure_guesses", guess)
     trying.setattr(draft_trial, "pick", lambda tried: tried[1])
     draft = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b"), use_cache=False))
     assert (draft.quantize, _cut(draft)) == (None, 150)

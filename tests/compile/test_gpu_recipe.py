@@ -14,8 +14,8 @@ from specexport.backends.tensorrt import plan_folding, plan_memory, require_gpu_
 from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, known_architectures, resolve_architectures
 from specexport.compile import model, pipeline, plan
 from specexport.lowering import trt_native
-from specexport.lowering.trt_native import mask_heads
-from specexport.recipe import AUTO_MODEL_LEN, BuildRecipe, make_recipe, resolve_parts, settled
+from specexport.lowering.trt_native import count_mask_heads
+from specexport.recipe import AUTO_MODEL_LEN, BuildRecipe, make_recipe, resolve_parts, resolve_settings
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import IncompatibleError, RecipeError
 from tests.support.cases.refusals import Refuse
@@ -28,7 +28,7 @@ GIVEN = {"target": "t", "output": "o", "backend": "tensorrt-rtx"}
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(present_gpu, "present_architecture", lambda: None)
+    monkeypatch.setattr(present_gpu, "query_gpu_architecture", lambda: None)
 
 
 @pytest.fixture
@@ -59,12 +59,12 @@ def test_the_defaults_of_a_gpu_recipe() -> None:
     for backend in ("ort-cpu", "ort-cuda"):  # which fix no limits
         for limits in ({"max_num_seqs": 300, "max_num_tokens": 9000}, {"max_num_seqs": None, "max_num_tokens": None}):
             recipe = make_recipe(GIVEN | {"backend": backend} | limits)
-            assert settled(recipe, {"target": target_of(recipe)}).items() >= limits.items()
+            assert resolve_settings(recipe, {"target": target_of(recipe)}).items() >= limits.items()
 
 
 def masks(heads: int, size: int, fold: int) -> int:
     model = one_node_model(Case(((0, 1),), heads=heads, kv_heads=2, k_dim=size, v_dim=size))
-    return mask_heads(model, fold=fold)
+    return count_mask_heads(model, fold=fold)
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -113,20 +113,20 @@ def test_tensorrt_rtx_builds_for_the_architectures_it_has_and_by_default_for_the
         (None, "there is no GPU here, and no --sm says"),
         ("90", "GPU is sm90, for which tensorrt-rtx"),
     ):
-        monkeypatch.setattr(present_gpu, "present_architecture", lambda present=present: present)
+        monkeypatch.setattr(present_gpu, "query_gpu_architecture", lambda present=present: present)
         with pytest.raises(RecipeError, match=said):
             resolve_architectures(TENSORRT_RTX, [])
-    monkeypatch.setattr(present_gpu, "present_architecture", lambda: "89")
+    monkeypatch.setattr(present_gpu, "query_gpu_architecture", lambda: "89")
     assert resolve_architectures(TENSORRT_RTX, []) == ("89",)
 
 
 def test_tensorrt_builds_for_the_gpu_in_the_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trt_package, "import_package", lambda _package: object())
-    monkeypatch.setattr(present_gpu, "present_architecture", lambda: "90")
+    monkeypatch.setattr(present_gpu, "query_gpu_architecture", lambda: "90")
     assert resolve_architectures(TENSORRT, []) == ("90",)
     with pytest.raises(RecipeError, match="--sm 89 is not an architecture that tensorrt builds for here"):
         resolve_architectures(TENSORRT, ["89"])
-    monkeypatch.setattr(present_gpu, "present_architecture", lambda: None)
+    monkeypatch.setattr(present_gpu, "query_gpu_architecture", lambda: None)
     with pytest.raises(IncompatibleError, match="there is none here"):
         resolve_architectures(TENSORRT, [])
 
@@ -153,11 +153,11 @@ def test_the_architecture_of_the_gpu_comes_from_the_driver(monkeypatch: pytest.M
     tool.write_text("#!/bin/sh\nprintf '12.0\\n8.9\\n'\n")
     tool.chmod(0o755)
     monkeypatch.setattr(shutil, "which", lambda _name: str(tool))
-    assert present_gpu.present_architecture() == "120"
+    assert present_gpu.query_gpu_architecture() == "120"
     tool.write_text("#!/bin/sh\nexit 9\n")
-    assert present_gpu.present_architecture() is None
+    assert present_gpu.query_gpu_architecture() is None
     monkeypatch.setattr(shutil, "which", lambda _name: None)
-    assert present_gpu.present_architecture() is None
+    assert present_gpu.query_gpu_architecture() is None
 
 
 def test_memory_is_planned_before_the_build() -> None:

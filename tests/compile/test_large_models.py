@@ -10,7 +10,7 @@ import pytest
 from specexport.backends.ort import DATA_NAME
 from specexport.compile import check, check_parts, part
 from specexport.compile import model as build_model
-from specexport.compile.check import check_engine, check_sequences, text_sequences
+from specexport.compile.check import build_check_sequences, build_text_sequences, check_engine
 from specexport.compile.pipeline import BuildResult, build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.entry import ModelEntry
@@ -80,8 +80,8 @@ def make_parts_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sequences_of(bundle: Path, entry: ModelEntry) -> list[np.ndarray]:
     if entry.quantize is None:
-        return check_sequences(entry.vocab_size)
-    return text_sequences((bundle / "tokenizer.json").read_bytes(), entry.vocab_size, entry.max_positions)
+        return build_check_sequences(entry.vocab_size)
+    return build_text_sequences((bundle / "tokenizer.json").read_bytes(), entry.vocab_size, entry.max_positions)
 
 
 @pytest.mark.one_of_kind

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.onnx_emit import Emitter, Together, add_input, constant, lazy_weight
+from specexport.onnx_emit import Emitter, SharedResults, add_input, constant, lazy_weight
 
 SOURCES = Path(__file__).parents[2] / "specexport"
 MAKES_NODES = {"ir.node", "ir.Node", "ir.tape.Tape", "ir.from_onnx_text", "onnx.helper.make_node", "helper.make_node"}
@@ -132,6 +132,6 @@ def test_tensors_that_are_made_together_are_made_once_for_each_round() -> None:
         made.append(1)
         return np.array([len(made)]), np.array([10 * len(made)])
 
-    both = Together(make)
+    both = SharedResults(make)
     assert [int(both.part(at)[0]) for at in (0, 1, 1, 0)] == [1, 10, 20, 2]
     assert len(made) == 2

@@ -14,16 +14,16 @@ import pytest
 from specexport.compile.check import (
     FULL_TEXT_LENS,
     TEXT_LENS,
+    build_check_sequences,
+    build_text_sequences,
     check_engine,
-    check_sequences,
-    text_perplexity,
-    text_sequences,
+    compute_text_perplexity,
 )
 from specexport.compile.closeness import Closeness, measure_closeness
-from specexport.compile.command import summary
+from specexport.compile.command import format_summary
 from specexport.compile.pipeline import BuildResult, build_bundle
 from specexport.inspect import describe, kv_bytes_per_token
-from specexport.passes.block_format import _places, layout
+from specexport.passes.block_format import _locate_panels, parse_layout
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
@@ -82,8 +82,8 @@ class Weights:
                 continue
             start, (tiles, size) = int(tensor.offset), tensor.shape.numpy()
             packed = np.frombuffer(content, np.uint8, tiles * size, start).reshape(tiles, size)
-            for _, inputs, at, arrays in _places(layout(kind), told["K"].as_int()):
-                parts = {"codes": packed[:, at : at + layout(kind).bits * 64 * -(-inputs // 32)]}
+            for _, inputs, at, arrays in _locate_panels(parse_layout(kind), told["K"].as_int()):
+                parts = {"codes": packed[:, at : at + parse_layout(kind).bits * 64 * -(-inputs // 32)]}
                 for name, (dtype, first, last, byte) in arrays.items():
                     parts[name] = packed[:, byte : byte + dtype.itemsize * (last - first) * 16].view(dtype)
                 change(parts)
@@ -148,15 +148,15 @@ def quantized(session_dir: Path, demo_pair: Path) -> Callable[[str], tuple[Build
     def build(kind: str) -> tuple[BuildResult, list[np.ndarray]]:
         if kind not in made:
             from specexport.checkpoint.load import load_checkpoint
-            from specexport.trace.check import reference_logits
+            from specexport.trace.check import compute_reference_logits
 
             folder = session_dir / f"demo-{kind}-checked"
             recipe = BuildRecipe(target=str(demo_pair / "target"), output=str(folder), quantize=kind)
             result = build_bundle(recipe, force=True)
             checkpoint = load_checkpoint(str(demo_pair / "target"), dtype="float32")
-            sequences = text_sequences(checkpoint.tokenizer_json, checkpoint.vocab_size, full=True)
+            sequences = build_text_sequences(checkpoint.tokenizer_json, checkpoint.vocab_size, full=True)
             assert [len(ids) for ids in sequences] == list(FULL_TEXT_LENS)
-            made[kind] = result, reference_logits(checkpoint, [ids.tolist() for ids in sequences])
+            made[kind] = result, compute_reference_logits(checkpoint, [ids.tolist() for ids in sequences])
         return made[kind]
 
     return build
@@ -193,7 +193,7 @@ def test_a_broken_engine_fails(kind, name, damage, quantized, tmp_path):
     entry = result.manifest.models["target"]
     shutil.copytree(result.path / "target", tmp_path / "target")
     content = (result.path / "tokenizer.json").read_bytes()
-    both = {full: text_sequences(content, entry.vocab_size, full=full) for full in (False, True)}
+    both = {full: build_text_sequences(content, entry.vocab_size, full=full) for full in (False, True)}
     for full, sequences in both.items():
         check_engine(tmp_path, entry, sequences, cut_to(references, sequences), full=full)
     Weights(tmp_path / "target").change(*damage)
@@ -211,7 +211,7 @@ def test_logits_of_other_positions_fail_for_an_untrained_model_too(kind, tmp_pat
     assert result.checks["target"] is not None
     entry = result.manifest.models["target"]
     assert dict(entry.passes)[f"{kind}-quantize"] > 0
-    sequences = check_sequences(entry.vocab_size)
+    sequences = build_check_sequences(entry.vocab_size)
     found = own_logits(folder, entry, sequences)
     check = check_engine(folder, entry, sequences, found)
     assert check.lost is not None
@@ -281,10 +281,10 @@ def test_the_texts_are_read_in_the_models_own_tokens(demo_pair: Path) -> None:
 
     content = (demo_pair / "target" / "tokenizer.json").read_bytes()
     tokenizer = Tokenizer.from_buffer(content)
-    sequences = text_sequences(content, tokenizer.get_vocab_size())
+    sequences = build_text_sequences(content, tokenizer.get_vocab_size())
     assert tokenizer.decode(sequences[0].tolist()).startswith("def read_settings(path):")
-    assert [len(ids) for ids in text_sequences(content, 40)] == list(TEXT_LENS)
-    assert max(max(ids) for ids in text_sequences(content, 40)) < 40, "any tokens where the texts do not fit"
+    assert [len(ids) for ids in build_text_sequences(content, 40)] == list(TEXT_LENS)
+    assert max(max(ids) for ids in build_text_sequences(content, 40)) < 40, "any tokens where the texts do not fit"
 
 
 def test_the_perplexity_is_that_of_torch_and_chance_is_said(demo_pair, quantized):
@@ -292,7 +292,7 @@ def test_the_perplexity_is_that_of_torch_and_chance_is_said(demo_pair, quantized
 
     content = (demo_pair / "target" / "tokenizer.json").read_bytes()
     result, references = quantized("int8")
-    sequences = text_sequences(content, 4096)
+    sequences = build_text_sequences(content, 4096)
     references = cut_to(references, sequences)
     losses = [
         torch.nn.functional.cross_entropy(torch.from_numpy(logits[:-1]), torch.from_numpy(ids[1:]), reduction="none")
@@ -303,10 +303,14 @@ def test_the_perplexity_is_that_of_torch_and_chance_is_said(demo_pair, quantized
     found = result.checks["target"]
     assert found is not None
     assert found.perplexity == pytest.approx(wanted, rel=1e-4)
-    assert "warning" not in summary(result)
+    assert "warning" not in format_summary(result)
     chance = replace(result, checks={"target": found._replace(perplexity=4000.0)})
-    assert "warning: on text the target's perplexity is 4e+03, of 4096 tokens: that is chance." in summary(chance)
-    assert text_perplexity(content, text_sequences(content, 40), references) is None, "any tokens are no text"
+    assert "warning: on text the target's perplexity is 4e+03, of 4096 tokens: that is chance." in format_summary(
+        chance
+    )
+    assert compute_text_perplexity(content, build_text_sequences(content, 40), references) is None, (
+        "any tokens are no text"
+    )
 
 
 @pytest.mark.one_of_kind

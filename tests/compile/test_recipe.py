@@ -8,9 +8,9 @@ from specexport.recipe import (
     BuildRecipe,
     load_recipe_file,
     make_recipe,
-    model_len,
+    resolve_model_len,
     resolve_parts,
-    settled,
+    resolve_settings,
 )
 from specexport_runtime.errors import RecipeError
 
@@ -142,7 +142,7 @@ def test_values_out_of_range_are_refused(values: dict[str, object], words: str) 
     ],
 )  # fmt: skip
 def test_auto_is_resolved(asked: int | str, limits: list[int | None], expected: int) -> None:
-    assert model_len(asked, limits) == expected  # type: ignore[arg-type]
+    assert resolve_model_len(asked, limits) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
@@ -183,7 +183,7 @@ def test_what_a_recipe_leaves_open_is_settled_once() -> None:
     parts = resolve_parts(recipe, {"target": False, "draft": True})
     assert not any(None in vars(part).values() for part in parts.values())
     expected = {"dtype": "float32", "name": "folder", "lookahead": 8, "quantize": None, "draft_quantize": "keep"}
-    assert settled(recipe, parts, max_model_len=99).items() >= (expected | {"max_model_len": 99}).items()
+    assert resolve_settings(recipe, parts, max_model_len=99).items() >= (expected | {"max_model_len": 99}).items()
     for backend in BACKENDS:  # one adapter is merged anywhere
         assert BuildRecipe(target="t", output="o", backend=backend, lora=(("sql", "a"),)).lora
     head = resolve_parts(

@@ -229,7 +229,7 @@ def test_a_builder_that_dies_is_an_error_message(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(trt_backend.sys, "executable", shutil.which("false"))
     with pytest.raises(CheckFailedError, match=r"ended with code 1: \[INFO\] the last words"):
         trt_backend._run_worker(job, tmp_path, lambda _text: None)
-    assert isinstance(trt_backend._died(-9, job, ""), IncompatibleError)
+    assert isinstance(trt_backend._make_exit_error(-9, job, ""), IncompatibleError)
 
 
 def test_too_little_memory_is_refused_before_tensorrt_starts(tiny_pair, tmp_path, monkeypatch):
@@ -253,5 +253,5 @@ def test_the_command_line_builds(tiny_pair: TinyPair, tmp_path: Path, run_cli: R
     assert refused.exit_code == 3
     assert "Traceback" not in refused.stderr
     assert "GPU" in refused.stderr
-    monkey = present_gpu.present_architecture()
+    monkey = present_gpu.query_gpu_architecture()
     assert monkey is None or monkey != "89", "this test expects no sm89 GPU"

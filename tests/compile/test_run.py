@@ -22,7 +22,7 @@ from specexport.cli import main
 from specexport.compile import model, pipeline
 from specexport.progress import ProgressEvent
 from specexport.run import child, estimate
-from specexport.run.bundles import all_kept, given_place
+from specexport.run.bundles import list_cached_bundles, resolve_checkpoint_path
 from specexport.run.kept import OTHERS
 from specexport_runtime import SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
@@ -121,10 +121,12 @@ def test_the_first_call_builds_and_the_second_finds_it(run, run_cli, builds, cac
     assert re.fullmatch(r"built model in \d+ s", end)
     assert not second.stderr
     assert builds.count == 1
-    assert [path.name for path in (cache / "bundles").iterdir()] == [all_kept()[0].folder.name], "no lock stays"
-    os.utime(all_kept()[0].folder / "built.json", (0, 0))
+    assert [path.name for path in (cache / "bundles").iterdir()] == [list_cached_bundles()[0].folder.name], (
+        "no lock stays"
+    )
+    os.utime(list_cached_bundles()[0].folder / "built.json", (0, 0))
     run()
-    assert all_kept()[0].last_used > 0
+    assert list_cached_bundles()[0].last_used > 0
 
 
 def test_a_prompt_comes_from_standard_input_too(run_cli, builds, target) -> None:
@@ -156,7 +158,7 @@ def test_options_are_checked_before_anything_is_built(run, refuse_cli, builds, t
 def test_drafts_options_and_long_contexts_have_bundles_of_their_own(run, builds, tiny_pair) -> None:
     for options in ([], ["--draft", tiny_pair.draft], ["--quantize", "int8"], ["--max-model-len", 9999]):
         run(*options)
-    assert builds.count == len(all_kept()) == 4
+    assert builds.count == len(list_cached_bundles()) == 4
     run("--max-model-len", 64)
     assert builds.count == 4, "a shorter one is a matter of the load"
 
@@ -179,7 +181,7 @@ def test_a_hub_id_is_fetched_once(run_cli, builds, target, cache, monkeypatch, t
     for _ in range(2):
         assert run_cli("run", "org/tiny", "def f(", "--max-tokens", 4).exit_code == 0
     assert len(asked) == builds.count == 1
-    (kept,) = all_kept()
+    (kept,) = list_cached_bundles()
     assert (kept.wanted.target, kept.bundle.name) == ("org/tiny", "tiny")
     shutil.rmtree(target)
     assert "org/tiny: gone" in run_cli("run", "org/tiny", "def f(", "--max-tokens", 4).stderr
@@ -202,7 +204,7 @@ def test_a_changed_file_that_cannot_be_built_is_refused_and_the_old_bundle_stays
         result = run()
         assert result.exit_code == 2
         assert result.stderr.splitlines()[-1] == "error: no such vocabulary. Fix: give another."
-    assert load_manifest(all_kept()[0].bundle)
+    assert load_manifest(list_cached_bundles()[0].bundle)
 
 
 def test_a_bundle_outlives_its_checkpoint(run, builds, target) -> None:
@@ -216,12 +218,12 @@ def test_a_bundle_outlives_its_checkpoint(run, builds, target) -> None:
 
 def test_what_is_damaged_in_the_cache_is_built_again(run, builds) -> None:
     run()
-    (all_kept()[0].bundle / "target" / "model.onnx").unlink()
+    (list_cached_bundles()[0].bundle / "target" / "model.onnx").unlink()
     assert "the bundle in the cache is damaged: model is built again" in run().stderr
-    (all_kept()[0].folder / "built.json").write_text("{")
+    (list_cached_bundles()[0].folder / "built.json").write_text("{")
     assert run().exit_code == 0
     assert builds.count == 3
-    weights = all_kept()[0].bundle / "target" / "model.onnx.data"
+    weights = list_cached_bundles()[0].bundle / "target" / "model.onnx.data"
     weights.write_bytes(bytes(weights.stat().st_size))
     assert "Fix: `specexport remove model`, then run it again." in run().stderr, "of its size, as it was written"
 
@@ -258,11 +260,11 @@ def test_a_folder_that_is_nothing_of_ours(refuse_cli, tmp_path, cache, monkeypat
     (tmp_path / "org" / "model" / "a.gguf").touch()
     assert "a.gguf" in refuse_cli("run", "org/model", "text")
     assert "error: checkpoint nothing.gguf: there is" in refuse_cli("run", "nothing.gguf", "text"), "as it was typed"
-    assert given_place("org/model") == str(tmp_path / "org" / "model")
-    assert given_place("org/other") == "org/other"
+    assert resolve_checkpoint_path("org/model") == str(tmp_path / "org" / "model")
+    assert resolve_checkpoint_path("org/other") == "org/other"
     assert "there is no such folder or file" in refuse_cli("run", "./org/other", "text"), "no hub id"
     assert "it is empty" in refuse_cli("run", "", "text")
-    assert given_place("other.gguf") == str(tmp_path / "other.gguf")
+    assert resolve_checkpoint_path("other.gguf") == str(tmp_path / "other.gguf")
 
 
 def test_other_commands_take_checkpoints_too(run, run_cli, builds, target, monkeypatch) -> None:
@@ -273,7 +275,7 @@ def test_other_commands_take_checkpoints_too(run, run_cli, builds, target, monke
     assert run_cli("serve", target).exit_code == 0
     assert run_cli("generate", target, "def f(", "--max-tokens", 4).stdout == run().stdout
     ((bundle, config),) = served
-    assert bundle == all_kept()[0].bundle
+    assert bundle == list_cached_bundles()[0].bundle
     assert config.model_name == "model"
     assert "no chat template" in line_of(run_cli("chat", target))
     assert builds.count == 1
@@ -282,7 +284,7 @@ def test_other_commands_take_checkpoints_too(run, run_cli, builds, target, monke
 def test_list_and_remove(run, run_cli, refuse_cli, builds, target, tiny_pair, cache, tmp_path) -> None:
     assert "bundles: 0" in run_cli("list").stdout
     run()
-    kept = all_kept()[0]
+    kept = list_cached_bundles()[0]
     shown = run_cli("list").stdout
     for word in ("model", target, f"{tree_size(kept.folder) / 1e6:.1f} MB", time.strftime("%Y-%m-%d")):
         assert str(word) in shown
@@ -294,11 +296,11 @@ def test_list_and_remove(run, run_cli, refuse_cli, builds, target, tiny_pair, ca
     names = re.findall(r"model@[0-9a-f]{4}", run_cli("list").stdout)
     assert len(set(names)) == 2
     assert f"removed {names[0]}" in run_cli("remove", names[0]).stdout
-    os.utime(all_kept()[0].folder / "built.json", (0, time.time() - 3 * 86400))
+    os.utime(list_cached_bundles()[0].folder / "built.json", (0, time.time() - 3 * 86400))
     run_cli("remove", "--unused-for", 4)
-    assert len(all_kept()) == 1
+    assert len(list_cached_bundles()) == 1
     run_cli("remove", "--unused-for", 2)
-    assert not all_kept()
+    assert not list_cached_bundles()
     run()
     (cache / "engines").mkdir()
     (cache / "mine").mkdir()
@@ -326,7 +328,7 @@ def test_every_kind_of_data_in_the_cache_is_listed() -> None:
 
 def test_what_runs_goes_on_when_it_is_removed(run, run_cli, builds, cache) -> None:
     run()
-    with SpecEngine.load(all_kept()[0].bundle) as engine:
+    with SpecEngine.load(list_cached_bundles()[0].bundle) as engine:
         before = engine.generate("def f(")[0].token_ids
         run_cli("remove", "model")
         assert is_clear(cache)
@@ -382,7 +384,7 @@ def test_the_second_of_two_waits_and_takes_what_the_first_built(processes, build
     assert "built model" in first.communicate()[1]
     assert first.returncode == second.returncode == 0
     assert builds.count == 1
-    assert os.listdir(cache / "bundles") == [all_kept()[0].folder.name]
+    assert os.listdir(cache / "bundles") == [list_cached_bundles()[0].folder.name]
 
 
 def test_the_second_builds_when_the_first_is_killed(processes, builds, run_cli, cache) -> None:
@@ -395,7 +397,7 @@ def test_the_second_builds_when_the_first_is_killed(processes, builds, run_cli, 
     processes.until(lambda: builds.count == 2)
     builds.hold.unlink()
     assert "built model" in second.communicate()[1]
-    kept = all_kept()[0]
+    kept = list_cached_bundles()[0]
     assert os.listdir(kept.folder.parent) == [kept.folder.name]
     assert sorted(os.listdir(kept.folder)) == ["built.json", "model"], "what the first wrote is gone"
     assert not (kept.bundle / "half").exists()
@@ -419,7 +421,7 @@ def test_what_is_being_built_again_is_not_removed(processes, run, builds, refuse
     processes.begin()
     processes.until(lambda: builds.count == 2)
     assert "being built just now" in refuse_cli("remove", "model")
-    assert all_kept()
+    assert list_cached_bundles()
 
 
 def test_errors_come_out_of_the_child_as_they_were(capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from specexport.compile import draft_trial, plan
 from specexport.compile import token_map as module
 from specexport.compile.pipeline import build_bundle
 from specexport.compile.plan import make_plan
-from specexport.compile.token_map import MAX_PIECES, Side, check_shared, find_shared
+from specexport.compile.token_map import MAX_PIECES, VocabularySide, check_shared, find_shared
 from specexport.compile.vocabulary import check_vocabularies, draftable_size
 from specexport.recipe import BuildRecipe
 from specexport.verify.options import VerifyOptions
@@ -110,7 +110,7 @@ def test_beginnings_are_each_others() -> None:
     assert found is not None
     assert found.tokens.target_ids[1] == 1
     assert found.tokens.first == 1
-    assert found.tokens.lead_of([1, 9]) == []
+    assert found.tokens.get_lead([1, 9]) == []
     assert found.tokens.spell([1])[0] == [1]
     # A draft without a beginning reads the target's as what ends a text.
     turned = find_shared(draft, target)
@@ -145,7 +145,7 @@ def test_vocabularies_that_share_too_little_or_cannot_be_compared_are_refused(mo
     parts = json.loads(draft.tokenizer_json)
     few = {name: token for name, token in parts["model"]["vocab"].items() if token < 5 or name in ("a", "b", "<0x41>")}
     parts["model"] |= {"vocab": {name: at for at, name in enumerate(few)}, "merges": []}
-    poor = Side("poor", json.dumps(parts).encode(), len(few))
+    poor = VocabularySide("poor", json.dumps(parts).encode(), len(few))
     with pytest.raises(VocabularyMismatchError, match=r"4 tokens, 50\.0% of the draft's and 1\.2% of") as found:
         check_shared(target, poor)
     assert found.value.hint

@@ -51,7 +51,7 @@ import json, sys
 from pathlib import Path
 from click.testing import CliRunner
 from specexport.cli import main
-from specexport.compile.fingerprint import ENGINE_ROOT, needed_sources
+from specexport.compile.fingerprint import ENGINE_ROOT, find_needed_sources
 from specexport.compile.pipeline import build_bundle
 from specexport.debug.run import _tolerance
 from specexport.recipe import BuildRecipe
@@ -85,7 +85,7 @@ found["elsewhere"] = refusal(quantize="toy", backend="tensorrt")
 found["unknown"] = refusal(quantize="int3")
 found["limits"] = [*text_limits("toy", "float32", 2), _tolerance(entry)]
 found["priced"] = prior_costs({"target": entry}, kernels="avx2").target.seconds(1, 1) > 0
-found["key"] = "specexport.passes.quantize_toy" in needed_sources(ENGINE_ROOT)
+found["key"] = "specexport.passes.quantize_toy" in find_needed_sources(ENGINE_ROOT)
 print(json.dumps(found))
 """
 

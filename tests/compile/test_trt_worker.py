@@ -12,7 +12,7 @@ import pytest
 
 from specexport.backends import present_gpu
 from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, configure
-from specexport.backends.trt_report import network_problems, parse_layers, summarize
+from specexport.backends.trt_report import find_network_problems, parse_layers, summarize
 from specexport.backends.trt_worker import Job, build, main
 from specexport_runtime.errors import CheckFailedError
 
@@ -173,7 +173,7 @@ for flags in ((), ("STRIP_PLAN",), ("REFIT",)):
 
 def test_tensorrt_strips_no_weights_without_a_gpu() -> None:
     """Why engines hold their weights. If this fails, docs/gpu.md is out of date, and stripping can be had."""
-    if present_gpu.present_architecture() is not None:
+    if present_gpu.query_gpu_architecture() is not None:
         pytest.skip("this machine has a GPU")
     done = subprocess.run([sys.executable, "-c", STRIPPED], capture_output=True, text=True, check=False)
     assert done.stdout.split()[-3:] == ["True", "False", "False"], done.stderr
@@ -217,6 +217,8 @@ def test_caches_of_a_plugin_engine_are_checked_too() -> None:
             num_outputs=2, get_output=lambda i: found[i],
         )  # fmt: skip
 
-    assert network_problems(trt, network(["k_cache_out.0", "v_cache_out.0"]), 1) == []
-    assert network_problems(trt, network(["k_cache_out.0", "copy"]), 1) == ["v_cache.0 is not updated in place"]
-    assert "2 of 4 caches are updated in place" in network_problems(trt, network(["k_cache_out.0", "v_cache_out.0"]), 2)
+    assert find_network_problems(trt, network(["k_cache_out.0", "v_cache_out.0"]), 1) == []
+    assert find_network_problems(trt, network(["k_cache_out.0", "copy"]), 1) == ["v_cache.0 is not updated in place"]
+    assert "2 of 4 caches are updated in place" in find_network_problems(
+        trt, network(["k_cache_out.0", "v_cache_out.0"]), 2
+    )

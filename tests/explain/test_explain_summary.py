@@ -52,7 +52,7 @@ def test_sums():
     assert not summary.verdicts
     data = json.loads(json.dumps(summary.to_json()))
     assert data["positions"] == {"self": [[3, 2], [2, 1], [1, 1]], "lookup": [[1, 1], [1, 1]]}
-    # The second and third tokens behind a rejected first one were never tested.
+    # The second and third tokens after a rejected first one were never tested.
     assert count_positions([make_round([1, 2, 3], 0)], "self") == [Position(1, 0)]
     open_ = summarize([*TRACE, make_round([1], 1, plain_milliseconds=None)], curves=None, longest=4, context=10)
     assert (open_.milliseconds, open_.saved_milliseconds) == (18.0, None), "a round without a price"
@@ -148,7 +148,7 @@ def test_tokens_keep_the_space_before_them():
 
 BESIDE = {"branches": ((3, -1), (1, 0), (2, 3)), "asked": (Asked("self", 2, "goodput"),)}
 TREES = [
-    make_round([1, 2], 2, path=(0, 3), emitted=(1, 1, 9), **BESIDE),  # left the chain behind its first token
+    make_round([1, 2], 2, path=(0, 3), emitted=(1, 1, 9), **BESIDE),  # left the chain after its first token
     make_round([1, 2], 2, **BESIDE),
     make_round([1, 2], 1, path=(2,), emitted=(3, 9), **BESIDE),
     make_round([1, 2], 3, path=(0, 3, 4), emitted=(1, 1, 2), **BESIDE),  # the text ended
@@ -164,7 +164,7 @@ TREES = [
         (make_round([]), " →  nine", {}),
         (make_round([1, 2], 2, emitted=(1, 2)), " one two", {}),  # the text ended before the target's own token
         (TREES[0], " one│ two┬ one →  nine", {" nine": None}),
-        (TREES[1], " one two →  nine", {" nine": "cyan"}),  # nothing was drafted behind the path: a bonus
+        (TREES[1], " one two →  nine", {" nine": "cyan"}),  # nothing was drafted after the path: a bonus
         (TREES[2], "│ one two┬⏎three →  nine", {" nine": "cyan"}),
         (TREES[3], " one│ two┬ one two", {" nine": None}),
     ],

@@ -62,7 +62,7 @@ class Rows:
         self.found: dict[str, tuple[str, str, dict[str, Any]]] = {}  # what was found, verdict and numbers of each row
 
     def row(self, what: str, found: str, target: str = "", verdict: str = "info", **data: Any) -> None:
-        """A figure without a target; ``data`` are the numbers behind it."""
+        """A figure without a target; ``data`` are the numbers after it."""
         self.found[what] = found, verdict, data
         if self._tell is not None:
             self._tell(f"measured: {what}", f"{found} ({verdict})")
@@ -143,10 +143,10 @@ def require(kind: str) -> None:
         if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
             pytest.skip(f"onnxruntime {onnxruntime.__version__} is here without the CUDA provider (onnxruntime-gpu)")
     if kind == "tensorrt-rtx":
-        from specexport.backends.present_gpu import present_architecture
+        from specexport.backends.present_gpu import query_gpu_architecture
         from specexport.backends.trt_package import TENSORRT_RTX, known_architectures
 
-        if (sm := present_architecture()) not in known_architectures(TENSORRT_RTX):
+        if (sm := query_gpu_architecture()) not in known_architectures(TENSORRT_RTX):
             pytest.skip(f"TensorRT-RTX has no kernels for sm {sm}")
 
 

@@ -111,7 +111,7 @@ def check_draws(rows: "Rows", target: Steps, draft: Steps) -> None:
         asked = target.draw([sampler.ask(u, vocab, t) for u, t in zip(uniforms, tokens, strict=True)])
         for i in range(count):
             distribution, host, other = (
-                sampler.row_distribution(asked[i]),
+                sampler.make_row_distribution(asked[i]),
                 sampler.distribution(q[i]),
                 sampler.distribution(p[i]),
             )
@@ -121,7 +121,7 @@ def check_draws(rows: "Rows", target: Steps, draft: Steps) -> None:
                 right = host.probability(token)
                 worst = max(worst, abs(distribution.probability(token) - right) / max(right, 1e-300))
             for weight in (1.0, 0.4):
-                found = residual(distribution, sampler.row_distribution(kept[i]), weight)
+                found = residual(distribution, sampler.make_row_distribution(kept[i]), weight)
                 mass = float(residual(host, other, weight).sum())
                 worst = max(worst, abs(float(found.sum()) - mass) / max(mass, 1e-12))
                 masses += 1
@@ -165,7 +165,7 @@ def round_of(rows: "Rows", name: str, sampler: Sampler, steps: tuple[Steps, Step
         for j in range(LOOKAHEAD):
             asks = [sampler.ask(s.peek(j).draft, vocab, slot=j * 8 + i) for i, s in enumerate(streams)]
             for i, row in enumerate(draft.draw(asks)):
-                distributions[i].append(sampler.row_distribution(row))
+                distributions[i].append(sampler.make_row_distribution(row))
                 tokens[i].append(distributions[i][-1].draw(streams[i](j).draft))
         asks = [
             sampler.ask(s.peek(j).resample, vocab, token)
@@ -175,7 +175,7 @@ def round_of(rows: "Rows", name: str, sampler: Sampler, steps: tuple[Steps, Step
         drawn = target.draw(asks)
         for i, stream in enumerate(streams):
             own = [drawn[i * (LOOKAHEAD + 1) + j] for j in range(LOOKAHEAD + 1)]
-            RULES["block"](tokens[i], distributions[i], lambda j, o=own: sampler.row_distribution(o[j]), stream)
+            RULES["block"](tokens[i], distributions[i], lambda j, o=own: sampler.make_row_distribution(o[j]), stream)
             stream.end_round()
         total = time.perf_counter() - start
         waited.append(target.waited + draft.waited + sum(each() for each in later))
@@ -244,22 +244,22 @@ def compare_texts(
     on_device = sample(count)
     moved, fetched = (new - old for new, old in zip(_counts(target, draft), before, strict=True))
     target.keeps_rows = draft.keeps_rows = False
-    on_host = sample(count)
+    to_host = sample(count)
     target.keeps_rows = draft.keeps_rows = True
     equal = sum(
         one == other
-        for texts in zip(on_device.outputs, on_host.outputs, strict=True)
+        for texts in zip(on_device.outputs, to_host.outputs, strict=True)
         for one, other in zip(*texts, strict=True)
     )
     total, rounds = batch * count, max(on_device.rounds, 1)
-    ms = [1e3 * found.seconds / max(found.rounds, 1) for found in (on_device, on_host)]
+    ms = [1e3 * found.seconds / max(found.rounds, 1) for found in (on_device, to_host)]
     rows.right(
         f"{what}, batch {batch}, K={LOOKAHEAD}",
         f"{equal} of {total} tokens as drawn on the host; {on_device.host_us:.0f} us of the host a round "
-        f"(on the host {on_host.host_us:.0f}); round {ms[0]:.2f} ms (on the host {ms[1]:.2f}); "
+        f"(on the host {to_host.host_us:.0f}); round {ms[0]:.2f} ms (on the host {ms[1]:.2f}); "
         f"{moved / rounds / batch:.0f} bytes a sequence and round, {fetched} rows fetched; acceptance "
         f"{on_device.acceptance or 0:.2f}",
-        "all equal", equal == total, host_us=on_device.host_us, host_us_before=on_host.host_us, ms=ms,
+        "all equal", equal == total, host_us=on_device.host_us, host_us_before=to_host.host_us, ms=ms,
     )  # fmt: skip
 
 

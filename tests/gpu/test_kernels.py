@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gpu
 # Inputs are exact in their type; the weights before the second product and the result are rounded to it.
 TOLERANCES = {"float16": 4e-3, "bfloat16": 3e-2}
-_BESIDE = 3  # tokens behind the last row's, which belong to no row
+_BESIDE = 3  # tokens after the last row's, which belong to no row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +234,7 @@ def time_rotating(calls: Sequence[Callable[[], object]], *, repeats: int = 20, w
 
     All calls, the same work on different buffers, are recorded into one CUDA graph, which is replayed: so the time
     between launches is the GPU's, not Python's. Where recording fails they are launched one by one. ``repeats`` replays
-    are timed, each by a pair of events, behind ``warm_up`` others.
+    are timed, each by a pair of events, after ``warm_up`` others.
     """
     import torch
 

@@ -37,4 +37,4 @@ def following_folder(following: Any, tmp_path_factory: pytest.TempPathFactory) -
 def own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe's texts are such as that target writes: its hidden state does not tell what else may follow."""
     pieces = [np.array([behind(start, i) for i in range(64)]) for start in (5, 60, 200)]
-    monkeypatch.setattr(head_module, "pieces_for", lambda *_: pieces)
+    monkeypatch.setattr(head_module, "cut_checkpoint_pieces", lambda *_: pieces)

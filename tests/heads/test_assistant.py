@@ -52,7 +52,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Name to (what the target has otherwise, and the assistant)."""
 READS = (1, 2)
-"""Layers of the target that are read. Behind them, layers of the first share their keys; the others have none, so that
+"""Layers of the target that are read. After them, layers of the first share their keys; the others have none, so that
 they are exported in half the time."""
 
 

@@ -15,7 +15,7 @@ from specexport.inspect import describe
 from specexport_runtime import SamplingParams
 from specexport_runtime.bundle.arrays import CorrectionTables, MaskInput
 from specexport_runtime.bundle.manifest import load_manifest
-from specexport_runtime.drafters.correction import corrector_of
+from specexport_runtime.drafters.correction import make_corrector
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.requests.draft_exit import DraftExitParams
 from tests.support.models.head_bundles import Watch, build, opened
@@ -47,7 +47,7 @@ def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_
     context = loaded.projection(features)
     torch.testing.assert_close(context, context_of(block, features), rtol=0, atol=1e-5)
     blocks = torch.tensor([[5, MASK, MASK, MASK], [7, MASK, MASK, MASK], [200, 9, 8, 11]])
-    starts = torch.tensor([9, 4, 1])  # blocks behind a part of the context see no more than it
+    starts = torch.tensor([9, 4, 1])  # blocks after a part of the context see no more than it
     found = block_states(loaded.head, context, starts, blocks)
     order = slice(None) if block.ids is None else np.argsort(block.ids)
     for start, ids, state in zip(starts.tolist(), blocks, found, strict=True):
@@ -64,7 +64,7 @@ def test_logits_are_corrected_by_the_published_equations(dialect: str, target: A
     spec = DIALECTS[dialect](tmp_path, target)
     loaded = load(tmp_path, target)
     ids, count = loaded.ids, spec.block.block_size - (not spec.from_anchor)
-    corrector = corrector_of(mask_of(loaded))
+    corrector = make_corrector(mask_of(loaded))
     context, generator, changed = torch.randn(6, HIDDEN), np.random.default_rng(5), 0
     for likely in (0.0, 0.5, 1.0):
         walk = Walk(spec, context, 17, count)

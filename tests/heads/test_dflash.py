@@ -15,7 +15,7 @@ from specexport.heads.loaded import TargetTables
 from specexport.heads.probe import check_probe, probe_head
 from specexport.inspect import describe
 from specexport.passes.quantize_ort_cpu import is_lookup
-from specexport.trace.layers import tapped
+from specexport.trace.layers import record_taps
 from specexport.verify.logit_tree import HeadTree
 from specexport_runtime import SamplingParams
 from specexport_runtime.abi import OP_NAME
@@ -42,7 +42,7 @@ def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_
     context = loaded.projection(states)
     torch.testing.assert_close(context, context_of(spec, states), rtol=0, atol=1e-5)
     blocks = torch.tensor([[5, MASK, MASK], [7, MASK, MASK], [200, 9, 8]])
-    starts = torch.tensor([9, 4, 1])  # blocks behind a part of the context see no more than it
+    starts = torch.tensor([9, 4, 1])  # blocks after a part of the context see no more than it
     found = block_states(loaded.head, context, starts, blocks)
     for start, block, state in zip(starts.tolist(), blocks, found, strict=True):
         wanted_logits, wanted = forward(spec, context[:start], block.tolist())
@@ -137,7 +137,7 @@ def oracle(target: Any, loaded: Any, right: tuple[int, ...] | None) -> Any:
     def guess(_: Any, tokens: Any, features: Any, *, step: int, rows: int) -> Any:
         assert rows == 5
         taps = right or (0,)
-        with tapped(target, taps) as states:
+        with record_taps(target, taps) as states:
             logits = target(tokens[None]).logits[0, 1::step]
         if right is not None:
             wanted = loaded.projection([states[tap][0, :-1] for tap in taps])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specexport.backends.ort_cuda import OrtCuda
-from specexport.backends.present_gpu import present_architecture
+from specexport.backends.present_gpu import query_gpu_architecture
 from specexport.backends.registry import find_backend
 from specexport.compile.pipeline import build_bundle
 from specexport.heads.dflash import KIND as DFLASH
@@ -234,9 +234,9 @@ def test_paged_attention_is_causal() -> None:
 def test_the_plugin_takes_no_head_whose_tokens_see_later_ones(target: Any, tmp_path: Path) -> None:
     recipe = recipe_of(target, tmp_path, backend="tensorrt", lowering="plugin")
     backend, later = find_backend("tensorrt"), DFLASH.needs
-    assert "the attention plugin is causal" in str(backend.head_obstacle("dflash", later, recipe))
-    assert backend.head_obstacle("eagle3", frozenset(), recipe) is None
-    assert backend.head_obstacle("dflash", later, replace(recipe, lowering="auto")) is None
+    assert "the attention plugin is causal" in str(backend.find_head_refusal("dflash", later, recipe))
+    assert backend.find_head_refusal("eagle3", frozenset(), recipe) is None
+    assert backend.find_head_refusal("dflash", later, replace(recipe, lowering="auto")) is None
 
 
 def test_steps_that_are_recorded_are_those_of_rounds() -> None:
@@ -258,7 +258,7 @@ def test_steps_that_are_recorded_are_those_of_rounds() -> None:
 @pytest.mark.parametrize("backend", ["ort-cuda", "tensorrt-rtx"])
 def test_a_gpu_writes_with_a_head_what_it_writes_without(backend: str, target: Any, tmp_path: Path) -> None:
     """And drafts what ``ort-cpu`` drafts, but where halves decide otherwise."""
-    sm = present_architecture()
+    sm = query_gpu_architecture()
     if sm is None:
         pytest.skip("no GPU: an engine has to run")
     pytest.importorskip({"ort-cuda": "onnxruntime"}.get(backend, "tensorrt_rtx"), reason=f"{backend} is not installed")

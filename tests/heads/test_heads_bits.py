@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specexport.compile.pipeline import build_bundle
-from specexport.heads.kinds import kind_of
+from specexport.heads.kinds import find_kind
 from specexport.heads.reference import CHECK_CAPACITY, CheckedRow
 from specexport.recipe import BuildRecipe
 from specexport_runtime.executors.ort import OrtExecutor
@@ -38,7 +38,7 @@ def test_heads_have_the_same_bits_in_any_company(kind: str, make: Callable[[Path
     target = make_llama(seed=3, num_hidden_layers=tiny_heads.LAYERS, hidden_size=tiny_heads.HIDDEN)
     make(tmp_path / "head", target)
     loaded = load(tmp_path / "head", target)
-    steps = kind_of(loaded.config).reference(loaded).steps
+    steps = find_kind(loaded.config).reference(loaded).steps
     folders = {"target": str(save_checkpoint(target, tmp_path / "target")), "head": str(tmp_path / "head")}
     recipe = BuildRecipe(**folders, output=str(tmp_path / "out"), max_model_len=64, check=False)
     entry = build_bundle(recipe, use_cache=False).manifest.models["head"]

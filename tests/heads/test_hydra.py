@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from specexport.checkpoint.source import hash_checkpoint
 from specexport.compile import head as head_module
 from specexport.compile.part import ModelSource
-from specexport.heads.hydra import heads_asked
+from specexport.heads.hydra import find_row_heads
 from specexport.heads.trace import causal_states
 from specexport.inspect import describe
 from specexport.progress import StageClock
@@ -55,7 +55,7 @@ def test_a_row_asks_the_head_that_reads_the_tokens_it_ends_in() -> None:
     ids = torch.tensor([context, context, 5, 7, 8, 9, context, 4, 4])
     begins = torch.tensor([0, 3, 6, 6, 7, 9], dtype=torch.int32)  # the third of five sequences has nothing to do
     rows = torch.tensor([2, 4, 5, 6, 8, 1])
-    assert heads_asked(ids, rows, begins).tolist() == [0, 1, 2, -1, 1, -1]
+    assert find_row_heads(ids, rows, begins).tolist() == [0, 1, 2, -1, 1, -1]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def check_prefix_is_left_out(bundle: Path) -> None:
         runner = ModelRunner(executor)
 
         def written() -> bool:
-            return any(entries.any() for entries in executor.cache_entries(0, 3, 6).values())
+            return any(entries.any() for entries in executor.read_cache_entries(0, 3, 6).values())
 
         runner.step(0, [RowWork([CONTEXT_ID, CONTEXT_ID, 9], 1, fresh)])
         runner.kv.commit(0, 3)
@@ -125,7 +125,7 @@ HEADS = 3
 
 
 def knowing(target: Any, *, normed: bool) -> dict[str, torch.Tensor]:
-    """Heads that know of :func:`make_target`'s hidden state, behind its norm or before it, what follows."""
+    """Heads that know of :func:`make_target`'s hidden state, after its norm or before it, what follows."""
     table = target.get_input_embeddings().weight.detach()
     made = {name: torch.zeros_like(value) for name, value in hydra_tensors(HEADS, 1, table).items()}
     made["input_embed_fn.weight"] = table.clone()

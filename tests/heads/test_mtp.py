@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from specexport.checkpoint.source import resolve_source
-from specexport.compile.head import untaken_module
+from specexport.compile.head import find_unused_mtp_hint
 from specexport.heads.mtp_files import holds_module, name_in_module, open_mtp
 from specexport.heads.trace import causal_step
-from specexport.inspect import contract_of
+from specexport.inspect import list_contract_rows
 from specexport.recipe import BuildRecipe
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
@@ -164,7 +164,7 @@ def test_a_bundle_drafts_what_the_module_drafts(family: str, tmp_path: Path) -> 
     module = tiny_modules.make(family, tmp_path / "t")
     entry = build_module(tmp_path / "t", tmp_path / "b", check=False)["head"]
     assert (entry.draft_head.kind, entry.draft_head.taps) == ("mtp", (AFTER_NORM,))
-    assert "next_features" in [spec.name for spec in contract_of(entry)]
+    assert "next_features" in [spec.name for spec in list_contract_rows(entry)]
     check_drafts(tmp_path / "b", lambda before, count, limit: tiny_modules.draft(module, before, count, limit))
 
 
@@ -233,11 +233,11 @@ def test_checkpoints_without_a_whole_module_are_refused(knowing: Path, tmp_path:
 
 def test_a_build_without_the_module_tells_of_it(knowing: Path, tmp_path: Path) -> None:
     recipe = BuildRecipe(target=str(knowing), output=str(tmp_path / "b"))
-    assert "with `--head mtp` it drafts" in str(untaken_module(recipe))
-    assert untaken_module(replace(recipe, head="mtp")) is None
+    assert "with `--head mtp` it drafts" in str(find_unused_mtp_hint(recipe))
+    assert find_unused_mtp_hint(replace(recipe, head="mtp")) is None
     plain = save_checkpoint(make_llama(), tmp_path / "plain")
-    assert untaken_module(replace(recipe, target=str(plain))) is None
-    assert untaken_module(replace(recipe, target=str(tmp_path / "gone"))) is None
+    assert find_unused_mtp_hint(replace(recipe, target=str(plain))) is None
+    assert find_unused_mtp_hint(replace(recipe, target=str(tmp_path / "gone"))) is None
 
 
 @pytest.mark.parametrize(

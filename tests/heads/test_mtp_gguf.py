@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.source import resolve_source
-from specexport.compile.head import untaken_module
+from specexport.compile.head import find_unused_mtp_hint
 from specexport.heads.config import TargetFacts
 from specexport.heads.kinds import read_config
 from specexport.heads.mtp_files import holds_module, open_mtp
@@ -152,7 +152,7 @@ def test_a_target_is_built_without_its_module_and_says_so(files: Any, tmp_path: 
     models = build_module(made.whole, tmp_path / "b", head=None, check=False)
     assert list(models) == ["target"]
     recipe = BuildRecipe(target=str(made.whole), output=str(tmp_path / "b"))
-    assert "with `--head mtp` it drafts" in str(untaken_module(recipe))
+    assert "with `--head mtp` it drafts" in str(find_unused_mtp_hint(recipe))
     assert not holds_module(resolve_source(str(made.trunk), None))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.heads.kinds import kind_of
+from specexport.heads.kinds import find_kind
 from specexport.heads.trace import causal_states
 from specexport_runtime import SamplingParams
 from specexport_runtime.bundle.manifest import load_manifest
@@ -102,7 +102,7 @@ def test_a_conversation_goes_on_with_the_drafts_of_the_equations(knowing, monkey
             turns.append((histories, found))
             if turn < 2:
                 histories = [[*old, *new.token_ids, 40 + turn] for old, new in zip(histories, found, strict=True)]
-            else:  # another ending, behind fewer tokens than the modules have entries
+            else:  # another ending, after fewer tokens than the modules have entries
                 histories = [[*old[:22], 99, 98] for old in histories]
         drafted = list(watch.rounds)
         for texts, found in turns:
@@ -152,7 +152,7 @@ def test_modules_that_are_not_whole_are_refused(gone, values, kind, message, par
 
 def test_the_probe_tries_modules_that_read_the_target(partly: tuple[Any, Path]) -> None:
     _, loaded = load_module(partly[1], LAYERS)
-    readings = kind_of(loaded.config).readings(loaded.config, LAYERS)
+    readings = find_kind(loaded.config).readings(loaded.config, LAYERS)
     changes = [each.change for each in readings]
     assert len(set(changes)) == 16
     assert changes[0] == ""

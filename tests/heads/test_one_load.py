@@ -36,7 +36,7 @@ def test_a_target_is_loaded_once_and_gone_before_its_check(stream, loads, recipe
 
     found: list[set[int]] = []
     checked: list[BuildRecipe] = []
-    read, obstacle = load.load_checkpoint, part.check_obstacle
+    read, obstacle = load.load_checkpoint, part.find_unchecked_reason
 
     def load_and_note(*args: Any, **named: Any) -> Any:
         made: Any = read(*args, **(named | {"stream": stream}))
@@ -51,7 +51,7 @@ def test_a_target_is_loaded_once_and_gone_before_its_check(stream, loads, recipe
         return obstacle(asked)
 
     monkeypatch.setattr(load, "load_checkpoint", load_and_note)
-    monkeypatch.setattr(part, "check_obstacle", no_weight_lives)
+    monkeypatch.setattr(part, "find_unchecked_reason", no_weight_lives)
     result = build_bundle(recipe, use_cache=False)
     assert sorted(result.manifest.models) == ["head", "target"]
     assert len(found) == loads

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specexport.heads.probe import DEVIATIONS, _deviations
+from specexport.heads.probe import DEVIATIONS, _compute_z_score
 
 
 def places(wins, losses, both, neither):
@@ -13,15 +13,19 @@ def places(wins, losses, both, neither):
 
 
 def test_places_where_both_are_right_say_nothing():
-    assert _deviations(*places(40, 10, 0, 0)) == _deviations(*places(40, 10, 500, 300)) == pytest.approx(30 / 50**0.5)
-    assert _deviations(*places(0, 0, 20, 20)) == 0.0
-    assert _deviations(*places(10, 40, 5, 5)) < 0
+    assert (
+        _compute_z_score(*places(40, 10, 0, 0))
+        == _compute_z_score(*places(40, 10, 500, 300))
+        == pytest.approx(30 / 50**0.5)
+    )
+    assert _compute_z_score(*places(0, 0, 20, 20)) == 0.0
+    assert _compute_z_score(*places(10, 40, 5, 5)) < 0
 
 
 def test_a_sure_difference_may_be_smaller_than_a_quarter():
     """416 right of 1000 against 336, as a head gave a layer up; one by chance is not taken."""
-    assert _deviations(*places(160, 80, 256, 504)) > DEVIATIONS
+    assert _compute_z_score(*places(160, 80, 256, 504)) > DEVIATIONS
     generator = torch.Generator().manual_seed(3)
     for _ in range(300):
         first, other = torch.rand((2, 760), generator=generator) < 0.42
-        assert abs(_deviations(other, first)) < DEVIATIONS + 0.5
+        assert abs(_compute_z_score(other, first)) < DEVIATIONS + 0.5

@@ -7,7 +7,7 @@ import pytest
 
 from specexport.backends.trt import TrtPlan, write_trt_engines
 from specexport.compile.pipeline import build_bundle
-from specexport.inspect import contract_of, describe
+from specexport.inspect import describe, list_contract_rows
 from specexport.recipe import make_recipe
 from specexport_runtime.abi import FEATURES, NEXT_FEATURES, TOKEN_FEATURES, WANT_FEATURES
 from specexport_runtime.bundle.files import check_files
@@ -36,8 +36,8 @@ def test_a_bundle_with_a_head_has_engines_of_both(tmp_path: Path) -> None:
     given, head = manifest.models["target"], manifest.models["head"]
     assert given.engine.feature_size == head.engine.feature_size == HIDDEN
     assert WANT_FEATURES.name not in given.engine.inputs, "there is no gate: features are computed in every step"
-    assert FEATURES in contract_of(given)
-    assert {TOKEN_FEATURES, NEXT_FEATURES} <= set(contract_of(head))
+    assert FEATURES in list_contract_rows(given)
+    assert {TOKEN_FEATURES, NEXT_FEATURES} <= set(list_contract_rows(head))
     assert [profile.name for profile in head.engine.limits.profiles] == [
         "decode 1x1", "decode 2x1", "catch-up 1x4", "catch-up 2x4", "prefill 16, up to 2 rows",
     ]  # fmt: skip

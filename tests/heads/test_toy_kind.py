@@ -11,7 +11,7 @@ from tests.support.models.tiny_models import make_llama, save_checkpoint
 KIND = """
 from functools import partial
 
-from specexport.heads.layered import layered_kind, load_layered, plain_layers, read_layered
+from specexport.heads.layered import layered_kind, load_layered, read_layer_config, read_layered
 from specexport.heads.modules import DraftHead, through_layer
 from specexport_runtime.abi import AFTER_NORM
 
@@ -28,7 +28,7 @@ KIND = layered_kind(
     name="sum",
     called="a head that adds",
     recognizes=lambda files: files.values.get("adds") is True,
-    read=lambda files, target: read_layered(files, target, "sum", plain_layers(files), (AFTER_NORM,), "a test"),
+    read=lambda files, target: read_layered(files, target, "sum", read_layer_config(files), (AFTER_NORM,), "a test"),
     load=partial(load_layered, SumHead),
 )
 """

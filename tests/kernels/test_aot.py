@@ -178,7 +178,7 @@ def test_triton_that_is_missing_or_told_to_interpret_is_named(monkeypatch: pytes
 
 
 def test_ptx_that_does_not_assemble_is_refused() -> None:
-    from specexport.kernels.compile import assemble
+    from specexport.kernels.compile import assemble_ptx
 
     with pytest.raises(CheckFailedError, match="ptxas refuses"):
-        assemble(".version 8.7\n.target sm_90a\nnonsense", 90)
+        assemble_ptx(".version 8.7\n.target sm_90a\nnonsense", 90)

@@ -80,7 +80,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(kernels: InterpretedKernels
 
 
 def test_the_window_of_a_tree_counts_along_its_path() -> None:
-    # Nodes 0 -> 1 -> 3 and 0 -> 2, behind 5 committed entries; worked out by hand.
+    # Nodes 0 -> 1 -> 3 and 0 -> 2, after 5 committed entries; worked out by hand.
     assert seen_in_tree(0b1011, 3, 5, -1) == [0, 1, 2, 3, 4, 5, 6, 8]
     assert seen_in_tree(0b1011, 3, 5, 4) == [4, 5, 6, 8]
     assert seen_in_tree(0b0101, 2, 5, 3) == [4, 5, 7]

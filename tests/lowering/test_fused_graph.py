@@ -10,7 +10,7 @@ import pytest
 from specexport.backends.ort import write_onnx, write_padded_onnx
 from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
 from specexport.passes.pipeline import default_passes, run_passes
-from specexport.trace.check import reference_logits
+from specexport.trace.check import compute_reference_logits
 from tests.support.cases import chance
 from tests.support.models.tiny_models import BASE, VOCAB, make_model
 from tests.support.models.tiny_traces import tiny_model, trace_of
@@ -63,7 +63,7 @@ def test_fused_logits_equal_eager_transformers(name: str, tmp_path: Path) -> Non
     model = make_model(*PARTIAL[name]) if name in PARTIAL else tiny_model(name)
     random = np.random.default_rng(chance.seed(7))
     sequences = [random.integers(3, VOCAB, past + max(VERIFY)).tolist() for past in PREFILL]
-    expected = reference_logits(make_checkpoint(model), sequences)
+    expected = compute_reference_logits(make_checkpoint(model), sequences)
     fused = Fused(model, tmp_path)
     assert fused.counts == EXPECTED[name][:3]
     nodes = [node for node in fused.graph.graph if node.op_type == "UnpaddedAttention"]
@@ -111,7 +111,7 @@ def test_what_is_no_plain_rotation_is_left_alone(spoil: str) -> None:
     rotations = [node for node in graph.graph if node.op_type == "RotaryEmbedding"]
     if spoil == "second side":  # keys that are not rotated
         ir.convenience.replace_all_uses_with(rotations[1].outputs[0], rotations[1].inputs[0])
-    else:  # another operation behind the rotation of the queries, by what the position is
+    else:  # another operation after the rotation of the queries, by what the position is
         cos = rotations[0].inputs[1]
         node = ir.node("ReduceSum" if spoil == "scale" else "ReduceMax", [cos], attributes={"keepdims": 0})
         change = ir.node("Mul" if spoil == "scale" else "Add", [rotations[0].outputs[0], node.outputs[0]])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specexport.lowering.common import step_inputs
 from specexport.lowering.layer_gate import gate_layers
-from specexport.passes.contract_check import lowered_problems
+from specexport.passes.contract_check import find_lowered_problems
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.abi import GATE_INPUTS, SIMILARITY
 from specexport_runtime.errors import CheckFailedError
@@ -24,7 +24,7 @@ from tests.support.references.engine_harness import Engine, make_checkpoint, pac
 from tests.support.references.lowered import lower_ort_cpu
 
 TOLERANCE = 1e-4
-NAMES = ["gemma2", "deepseek_v3"]  # norms behind the branches, window, softcap; the portable attention body, experts
+NAMES = ["gemma2", "deepseek_v3"]  # norms after the branches, window, softcap; the portable attention body, experts
 MLP_NORMS = {"gemma2": "pre_feedforward_layernorm"}
 
 
@@ -106,10 +106,10 @@ def left_out(model: Any, mask: Sequence[bool]) -> Iterator[None]:
 
 
 def eager(model: Any, mask: Sequence[bool], sequences: list[list[int]]) -> list[np.ndarray]:
-    from specexport.trace.check import reference_logits
+    from specexport.trace.check import compute_reference_logits
 
     with left_out(model, mask):
-        return list(reference_logits(make_checkpoint(model), sequences))
+        return list(compute_reference_logits(make_checkpoint(model), sequences))
 
 
 SEQUENCES = [[(7 * i + 11) % (VOCAB - 3) + 3 for i in range(14)], [(5 * i + 4) % (VOCAB - 3) + 3 for i in range(12)]]
@@ -270,7 +270,7 @@ def test_the_gates_are_in_the_contract_s_form(built: Built) -> None:
     assert list(values["want_similarity"].shape) == [1]
     assert values[SIMILARITY.name].shape[0] == 2
     assert values[SIMILARITY.name].shape[1] != "num_tokens", "it may have none"
-    assert lowered_problems(built.ir_model) == []
+    assert find_lowered_problems(built.ir_model) == []
 
 
 def test_a_lowering_that_joins_a_layer_with_something_else_is_not_gated(llama: Any) -> None:

@@ -52,7 +52,7 @@ def test_caches_are_updated_in_the_memory_they_came_in_whatever_its_capacity(bui
             assert np.isnan(cache[0]).all(), "a row outside the step was touched"
             assert np.isfinite(cache[1, 0, :, :4]).all()
             assert np.isfinite(cache[2, 0, :, :2]).all()
-            # The second row is shorter: nothing behind its own tokens may change.
+            # The second row is shorter: nothing after its own tokens may change.
             np.testing.assert_array_equal(cache[1:, :, :, 4:], before[name][1:, :, :, 4:])
         before = {name: cache[2].copy() for name, cache in engine.caches.items()}
         results[-1] += [engine.step([[4, 5], []], [4, 2], first_row=1), engine.step([[3]], [6], first_row=1)]

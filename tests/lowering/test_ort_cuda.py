@@ -19,7 +19,7 @@ from specexport.lowering.ort_cuda import attach_paged_attention
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport.passes.pipeline import quantizing_passes
 from specexport.passes.quantize_ort_cuda import pack_channels
-from specexport.trace.check import reference_logits
+from specexport.trace.check import compute_reference_logits
 from specexport_runtime.abi import LayerGeometry, StepShape
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import UnsupportedModelError
@@ -264,7 +264,7 @@ def check_engine(name, dtype, tmp_path, *, cuda_graphs, int4=False, fuse=False, 
     checkpoint = dataclasses.replace(checkpoint, model=copy.deepcopy(checkpoint.model).float(), dtype="float32")
     if int4:
         round_weights(checkpoint.model, dtype)
-    expected = reference_logits(checkpoint, texts)
+    expected = compute_reference_logits(checkpoint, texts)
     entry = entry_of(dtype, result.layers, step_inputs(model))
     if fake is not None:
         FakeOrt(lambda _, path: ReferenceSession(path)).install(fake)

@@ -57,8 +57,8 @@ class GatedSession(ReferenceSession):
         return self.outputs
 
     def run_with_iobinding(self, binding: FakeBinding, options: Any) -> None:
-        on_host = {name for name, bound in binding.inputs.items() if bound[0] == "cpu"}
-        assert on_host == {"attention_metadata", "want_similarity", *(f"layer_on.{i}" for i in range(GATES))}
+        to_host = {name for name, bound in binding.inputs.items() if bound[0] == "cpu"}
+        assert to_host == {"attention_metadata", "want_similarity", *(f"layer_on.{i}" for i in range(GATES))}
         self.evaluator.output_names_ = [value.name for value in self.outputs if value.name in binding.outputs]
         super().run_with_iobinding(binding, options)
 

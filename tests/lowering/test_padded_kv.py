@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specexport.backends.ort import write_padded_onnx
-from specexport.trace.check import reference_logits
+from specexport.trace.check import compute_reference_logits
 from specexport_runtime.errors import CheckFailedError
 from tests.support.cases import chance
 from tests.support.models.tiny_models import VOCAB, WINDOW
@@ -27,7 +27,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     _, layers, _ = build(model, folder)
     random = np.random.default_rng(chance.seed(5))
     sequences = [random.integers(3, VOCAB, length).tolist() for length in LENGTHS]
-    return folder, layers, sequences, reference_logits(make_checkpoint(model), sequences)
+    return folder, layers, sequences, compute_reference_logits(make_checkpoint(model), sequences)
 
 
 @pytest.mark.fuzz

@@ -10,12 +10,12 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
-from specexport.backends.cuda_kernels import _kernels, check_kernels, missing_kernels
+from specexport.backends.cuda_kernels import _load_kernels, check_kernels, find_missing_kernels
 from specexport.lowering.fuse import fuse_norms
-from specexport.lowering.ort_cuda import attach_paged_attention, slice_uneven
+from specexport.lowering.ort_cuda import attach_paged_attention, replace_uneven_splits
 from specexport.onnx_emit import constant
 from specexport.passes.pipeline import default_passes, run_passes
-from specexport.trace.check import reference_logits
+from specexport.trace.check import compute_reference_logits
 from specexport_runtime.errors import UnsupportedModelError
 from tests.support.cases import chance
 from tests.support.models.half_models import load
@@ -72,7 +72,7 @@ def test_logits_equal_eager_transformers(name: str) -> None:
     assert (rotating, normed, sum(node.inputs[1] is None for node in nodes), joined) == EXPECTED[name]
     random = np.random.default_rng(chance.seed(7))
     texts = [random.integers(3, VOCAB, past + new).tolist() for past, new in zip(PASTS, NEWS, strict=True)]
-    expected = reference_logits(make_checkpoint(model), texts)
+    expected = compute_reference_logits(make_checkpoint(model), texts)
     wanted = np.concatenate([logits[past:] for logits, past in zip(expected, PASTS, strict=True)])
     for by_token in (False, True):
         engine = PagedEngine(ir.to_proto(graph), layers, num_rows=4)
@@ -99,7 +99,7 @@ def test_every_architecture_stays_within_the_kernels_and_fusions_leave_fewer_nod
         if fuse:
             fuse_norms(traced.ir_model)
         lengths.append(len(traced.ir_model.graph))
-        assert list(missing_kernels(traced.ir_model)) == []
+        assert list(find_missing_kernels(traced.ir_model)) == []
         onnx.checker.check_model(ir.to_proto(traced.ir_model))
     assert lengths[1] < lengths[0]
 
@@ -147,7 +147,7 @@ def test_splits_that_a_cuda_graph_cannot_hold_become_slices(sizes: list[int], le
         value.name, value.type = f"y{at}", x.type
         graph.outputs.append(value)
     model = ir.Model(graph, ir_version=10)
-    assert slice_uneven(model) == left
+    assert replace_uneven_splits(model) == left
     array = np.arange(48, dtype=np.float32).reshape(3, 16)
     found = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": array})
     for part, expected in zip(found, np.split(array, np.cumsum(sizes)[:-1], axis=1), strict=True):
@@ -162,5 +162,5 @@ def test_the_table_of_kernels_is_what_onnxruntime_has() -> None:
         if kernel.provider == "CUDAExecutionProvider" and kernel.domain in ("", "com.microsoft"):
             first, last = kernel.version_range
             theirs.add((f"{kernel.domain}:{kernel.op_name}", first, 0 if last >= 2**31 - 1 else last))
-    ours = {(name, *versions) for name, kernels in _kernels().items() for *versions, _types in kernels}
+    ours = {(name, *versions) for name, kernels in _load_kernels().items() for *versions, _types in kernels}
     assert ours == theirs

@@ -8,8 +8,8 @@ import pytest
 
 from specexport.lowering import trt_native
 from specexport.lowering.common import step_inputs
-from specexport.passes.contract_check import lowered_problems
-from specexport.trace.check import reference_logits
+from specexport.passes.contract_check import find_lowered_problems
+from specexport.trace.check import compute_reference_logits
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS
 from tests.support.cases import chance
 from tests.support.models.half_models import HalfModel, trace
@@ -52,7 +52,7 @@ def open_engine(model: Any, forms: tuple[str, ...], *fused_dtypes: str) -> Engin
 
 def compare(traced: HalfModel, engine: Engine, tolerance: float) -> None:
     """Prefill row by row, one ragged verify step, and one step of a fixed size with a row that sits out."""
-    tokens, expected = sequences(), reference_logits(make_checkpoint(traced.model), sequences())
+    tokens, expected = sequences(), compute_reference_logits(make_checkpoint(traced.model), sequences())
     limit = tolerance * max(float(np.abs(logits).max()) for logits in expected)
     for row, past in enumerate(PREFILL):
         logits, ids = engine.step([tokens[row][:past]], [0], first_row=row)
@@ -63,7 +63,7 @@ def compare(traced: HalfModel, engine: Engine, tolerance: float) -> None:
     logits, ids = engine.step(fed, PREFILL, width=7)
     assert np.abs(logits - np.concatenate(wanted)).max() < limit
     assert (ids >= 0).all()
-    # The same step in a fixed profile: five tokens a row, dummies behind the real ones; row 1 sits out.
+    # The same step in a fixed profile: five tokens a row, dummies after the real ones; row 1 sits out.
     full = [[*fed[0]], [7] * 5, [*fed[2], 7, 7]]
     logits, _ = engine.step(full, [PREFILL[0], CAPACITY - 5, PREFILL[2]])
     assert np.abs(logits[:5] - wanted[0]).max() < limit
@@ -105,7 +105,7 @@ def test_fused_forms_in_float32_are_exact(name: str, forms: tuple[str, ...], mon
 
 def test_inputs_and_outputs_are_the_contracts() -> None:
     model, _ = lower(trace("gemma3", "bfloat16"))
-    assert lowered_problems(model) == []
+    assert find_lowered_problems(model) == []
     assert set(step_inputs(model)) == {spec.name for spec in ALIGNED_STEP_INPUTS}
     assert [value.name for value in model.graph.outputs if "cache" not in str(value.name)] == ["logits", "token_ids"]
     assert all(value.uses() for value in model.graph.inputs)
@@ -131,7 +131,7 @@ def test_the_model_sees_its_positions_and_rows() -> None:
     """A verify step on the wrong rows is far off: the comparisons above can fail."""
     traced = trace("llama", "float32")
     engine = Engine(lower(traced)[0], num_rows=3, poison=1e4)
-    tokens, expected = sequences(), reference_logits(make_checkpoint(traced.model), sequences())
+    tokens, expected = sequences(), compute_reference_logits(make_checkpoint(traced.model), sequences())
     for row, past in enumerate(PREFILL):
         engine.step([tokens[row][:past]], [0], first_row=row)
     engine.caches = {name: cache[[2, 1, 0]] for name, cache in engine.caches.items()}

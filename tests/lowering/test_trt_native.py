@@ -123,7 +123,7 @@ def test_folded_tokens_see_what_each_would_see_alone(name, dtype, fold, monkeypa
 def test_masks_of_folded_layers_are_counted_before_they_are_made(window: int, kinds: int) -> None:
     model = trace(*(("gemma3", "bfloat16") if window > 0 else ("llama", "float16"))).ir_model.clone()
     heads = {node.attributes["num_heads"].as_int() for node in model.graph if node.op_type == "UnpaddedAttention"}
-    assert trt_native.mask_heads(model, fold=5) == kinds * heads.pop()
+    assert trt_native.count_mask_heads(model, fold=5) == kinds * heads.pop()
     trt_native.replace_attention(model, kv_capacity=CAPACITY, fold=5)
     assert len({id(node.inputs[3]) for node in model.graph if node.op_type == "TRT_Attention"}) == kinds
 

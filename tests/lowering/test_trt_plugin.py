@@ -11,7 +11,7 @@ import pytest
 from specexport.backends.profiles import input_shapes, plan_profiles
 from specexport.lowering import trt_plugin
 from specexport.lowering.common import step_inputs
-from specexport.passes.contract_check import lowered_problems
+from specexport.passes.contract_check import find_lowered_problems
 from specexport.plugin.naming import plugin_names, plugin_spec
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
@@ -142,7 +142,7 @@ def test_inputs_and_outputs_are_the_contracts() -> None:
     model = trace("gemma3", "bfloat16").ir_model.clone()
     lower_tensorrt(model, plugin=True, kv_capacity=CAPACITY)
     names = [str(value.name) for value in model.graph.inputs]
-    assert lowered_problems(model) == []
+    assert find_lowered_problems(model) == []
     assert sorted(names[:5]) == ["cu_new_tokens", "input_ids", "kv_lens", "logit_rows", "positions"]
     assert [value.name for value in model.graph.outputs if "cache" not in str(value.name)] == ["logits", "token_ids"]
     assert not any(node.domain == "specexport" for node in model.graph)

@@ -101,7 +101,7 @@ bool check_experts(const char* first, const char* last, int64_t order) {
 }
 
 // A row of 20 entries before and one of 530, which is more than a part, as one step, as two, and as a tree whose branch
-// begins behind its 8 first tokens.
+// begins after its 8 first tokens.
 bool check_attention(bool int8, int64_t window, float softcap) {
   constexpr int64_t heads = 4, kv = 2, K = 20, V = 24, entries = 560, rows = 2, tokens = 12, held[] = {20, 530};
   const Attribute attributes[] = {{"num_heads", heads, 0, nullptr}, {"kv_num_heads", kv, 0, nullptr},

@@ -172,7 +172,7 @@ BITS = [
 @pytest.mark.parametrize("case", BITS, ids=["packed", "everything", "int8"])
 @pytest.mark.parametrize("past", [0, 55, 505])
 def test_bits_know_no_width_batch_cut_or_thread(chosen: Path, case: Case, past: int) -> None:
-    """One text of 24 tokens behind ``past`` others, in steps of every kind."""
+    """One text of 24 tokens after ``past`` others, in steps of every kind."""
     text = draw(replace(case, rows=((past, 24),), capacity=past + 30), 1)
     tokens = ("q",) if case.packed else ("q", "k", "v")
     sessions: dict[tuple[int, int], Operator] = {}
@@ -258,7 +258,7 @@ def test_what_a_token_may_not_see_is_not_read(chosen: Path) -> None:
 
 TREES = {
     "chain": [1, 1, 1, 1, 1, 1],
-    "siblings behind a chain": [1, 1, 1, 2, 1, 4, 5, 6],
+    "siblings after a chain": [1, 1, 1, 2, 1, 4, 5, 6],
     "twigs": [1, 1, 1, 2, 1, 4, 1, 7, 8, 1, 1, 9],
     "roots": [1, 2, 3, 1],
 }

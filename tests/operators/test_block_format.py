@@ -7,7 +7,7 @@ import pytest
 from specexport.checkpoint.gguf_blocks import FORMATS
 from specexport.passes.block_format import (
     FLOATS,
-    format_of,
+    choose_format,
     pack,
     pack_float,
     packed_shape,
@@ -26,7 +26,7 @@ WIDER = {"Q2_K": 0.2, "Q3_K": 0.04}
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_kept_weight_has_the_values_of_the_file_and_its_size(kind: str) -> None:
     weight, wanted = make_weight(kind, width=32)
-    name = format_of(weight)
+    name = choose_format(weight)
     assert name == NAMES.get(kind, kind.lower())
     packed = pack(name, weight)
     assert packed.shape == packed_shape(name, *weight.shape)
@@ -63,10 +63,10 @@ def test_values_are_those_of_the_blocks(name: str) -> None:
 def test_several_kinds_below_one_another() -> None:
     first, second = make_weight("Q5_0", width=16)[0], make_weight("Q8_0", width=16)[0]
     both = join([first, second])
-    assert format_of(both) == "group8_32_f16"
+    assert choose_format(both) == "group8_32_f16"
     np.testing.assert_array_equal(unpack("group8_32_f16", pack("group8_32_f16", both), 32, 512), both.floats())
     mixed = join([make_weight("Q5_K", width=16)[0], make_weight("Q5_1", width=16)[0]])
-    name = format_of(mixed)
+    name = choose_format(mixed)
     assert name == "group8_32_f32_offset"
     np.testing.assert_allclose(unpack(name, pack(name, mixed), 32, 512), mixed.floats(), atol=1e-6)
 
@@ -90,7 +90,7 @@ def grouped(bits: int, block: int, scale: np.dtype, *, zeros: bool) -> BlockWeig
 def test_groups_are_held_exactly(bits: int, zeros: bool, scale: np.dtype, word: str) -> None:
     for block in (16, 32, 128):
         weight = grouped(bits, block, scale, zeros=zeros)
-        name = format_of(weight)
+        name = choose_format(weight)
         assert name == f"group{bits}_{block}_{word}{'_zero' if zeros else ''}"
         got = unpack(name, pack(name, weight), 40, 256)
         np.testing.assert_allclose(got, weight.floats(), rtol=0, atol=1e-5 if zeros else 0)  # sums of floats

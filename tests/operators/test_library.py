@@ -24,9 +24,9 @@ from tests.support.cases.memory import needs_linux, process_bytes
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """As in a process that has not asked for the library."""
-    operators._loaded.cache_clear()
+    operators._load_library.cache_clear()
     yield monkeypatch
-    operators._loaded.cache_clear()
+    operators._load_library.cache_clear()
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -84,9 +84,9 @@ def test_they_can_be_chosen() -> None:
 )
 def test_what_cannot_run_is_refused(fresh: pytest.MonkeyPatch, name: str | None, says: str) -> None:
     if name is None:
-        absent = {name for name, runs in operators._all_kernels(operators._loaded()) if not runs}
+        absent = {name for name, runs in operators._all_kernels(operators._load_library()) if not runs}
         name = sorted(absent)[0]
-        operators._loaded.cache_clear()
+        operators._load_library.cache_clear()
     fresh.setenv("SPECEXPORT_CPU_KERNELS", name)
     with pytest.raises(UserInputError, match=rf"SPECEXPORT_CPU_KERNELS={name}: .*{says}.* runs portable") as refusal:
         operators.register(onnxruntime.SessionOptions())
@@ -127,7 +127,7 @@ def test_a_stale_library_is_named(fresh: pytest.MonkeyPatch, tmp_path: Path) -> 
     for path in sources.iterdir():
         os.utime(path)
     assert operators.kernels(), "newer dates alone say nothing"
-    operators._loaded.cache_clear()
+    operators._load_library.cache_clear()
     with (sources / "cpu.cpp").open("a") as file:
         file.write("// changed\n")
     with pytest.raises(IncompatibleError, match=rf"older than its sources in {re.escape(str(sources))}.*make install"):

@@ -41,7 +41,7 @@ def test_no_token_without_mass_is_drawn_at_a_border_of_blocks() -> None:
         logits, others = (0.1 * np.random.default_rng(seed).normal(size=(2, 1, width))).astype(np.float32)
         logits[0, ::BLOCK] = -100.0  # 1000 nats below the others
         distributions = [
-            sampler.row_distribution(source.collect([sampler.ask(0.5, width, slot=slot)], rows)[0])
+            sampler.make_row_distribution(source.collect([sampler.ask(0.5, width, slot=slot)], rows)[0])
             for slot, rows in ((1, others), (0, logits))
         ]
         for u in borders(source._memory[2]):

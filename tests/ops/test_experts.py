@@ -13,7 +13,7 @@ import torch
 import specexport.ops.torch_ops  # noqa: F401 - registers the torch op
 from specexport.ops.reference import experts
 from specexport.ops.spec import EACH, EXPERTS
-from specexport.passes.block_experts import put_float_experts
+from specexport.passes.block_experts import replace_float_experts
 from specexport.passes.block_format import pack, packed_shape, unpack
 from specexport.passes.block_weight import BlockWeight
 from specexport.passes.clean_up import WeightRemovePass
@@ -102,7 +102,7 @@ def layer(case: Case, weights: dict[str, np.ndarray], how: int | Mapping[str, Bl
         taken = ExpertsQuantizePass(how) if isinstance(how, int) else KeptExpertsPass(how)
         assert taken.rewrite(model) == 1
         WeightRemovePass().rewrite(model)
-    assert put_float_experts(model) == (how is None)
+    assert replace_float_experts(model) == (how is None)
     return model
 
 

@@ -69,10 +69,10 @@ def test_the_other_onnx_runtime_is_removed_with_the_files_that_both_share(
 
 def test_hints_install_from_where_the_package_came(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A clone has its command; a copy in site-packages may be of a clone or of a wheel."""
-    assert errors.pip_install("cpu", "serve") == "pip install -e '.[cpu,serve]' in the clone of specexport."
+    assert errors.make_install_hint("cpu", "serve") == "pip install -e '.[cpu,serve]' in the clone of specexport."
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "specexport_runtime" / "errors.py"))
-    assert errors.pip_install("cuda") == "pip install 'PATH[cuda]', PATH being specexport's clone or wheel."
-    said = [errors.not_installed(names) for names in (["torch"], ["torch", "onnx"])]
+    assert errors.make_install_hint("cuda") == "pip install 'PATH[cuda]', PATH being specexport's clone or wheel."
+    said = [errors.describe_not_installed(names) for names in (["torch"], ["torch", "onnx"])]
     assert said == ["torch, which is not installed", "torch, onnx, which are not installed"]
 
 

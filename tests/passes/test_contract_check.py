@@ -9,7 +9,7 @@ import pytest
 
 from specexport.lowering.ort_cpu import operator_passes
 from specexport.passes.base import CountingPass, Rewrite, attention_nodes
-from specexport.passes.contract_check import contract_problems
+from specexport.passes.contract_check import find_contract_problems
 from specexport.passes.pipeline import default_passes, run_lowering, run_passes
 from specexport_runtime.errors import CheckFailedError
 
@@ -68,7 +68,7 @@ BREAKERS: dict[str, tuple[Callable[[ir.Model], None], str]] = {
 
 
 def test_a_trace_keeps_the_contract(traced: Callable[[str], Any]) -> None:
-    assert contract_problems(traced("llama")) == []
+    assert find_contract_problems(traced("llama")) == []
 
 
 @pytest.mark.parametrize("name", BREAKERS)
@@ -76,7 +76,7 @@ def test_a_broken_contract_is_named(name: str, traced: Callable[[str], Any]) -> 
     breaker, words = BREAKERS[name]
     model = traced("llama")
     breaker(model)
-    assert words in "; ".join(contract_problems(model))
+    assert words in "; ".join(find_contract_problems(model))
 
 
 def test_the_pass_that_breaks_it_is_named(traced: Callable[[str], Any]) -> None:

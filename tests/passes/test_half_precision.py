@@ -5,7 +5,7 @@ from collections import Counter
 import onnx_ir as ir
 import pytest
 
-from specexport.passes.contract_check import contract_problems
+from specexport.passes.contract_check import find_contract_problems
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.precision_cast import PrecisionCastPass
 from specexport_runtime.errors import CheckFailedError, RecipeError
@@ -26,7 +26,7 @@ TABLES = ("inv_freq", "embed_positions")
 @pytest.mark.parametrize("name", MODELS)
 def test_all_is_half_but_angles_norms_and_what_leaves(name: str) -> None:
     half, model = HALVES[MODELS[name]], trace(name, MODELS[name]).ir_model
-    assert contract_problems(model) == []
+    assert find_contract_problems(model) == []
     products = Counter(value.dtype for node in model.graph if node.op_type in PRODUCTS for value in node.inputs[:2])
     # One router of DeepSeek multiplies in float32 because the model says so; its weight is half, and cast.
     assert products.pop(ir.DataType.FLOAT, 0) == (2 if name == "deepseek_v3" else 0)
@@ -50,13 +50,13 @@ def test_all_is_half_but_angles_norms_and_what_leaves(name: str) -> None:
 def test_half_logits_are_allowed_until_the_cast_and_never_after_it() -> None:
     raw = trace_of(load(ARCHITECTURES["llama"], "bfloat16")).ir_model
     words = "output logits is BFLOAT16, not float32"
-    assert words in contract_problems(raw)
-    assert contract_problems(raw, cast_to_come=True) == []
+    assert words in find_contract_problems(raw)
+    assert find_contract_problems(raw, cast_to_come=True) == []
     without = [item for item in default_passes("bfloat16") if not isinstance(item, PrecisionCastPass)]
     with pytest.raises(CheckFailedError, match=f"after tracing .*{words}"):
         run_passes(raw.clone(), without)
     next(value for value in raw.graph.outputs if value.name == "logits").type = ir.TensorType(ir.DataType.FLOAT16)
-    assert "output logits is FLOAT16, not float32" in contract_problems(raw, cast_to_come=True)
+    assert "output logits is FLOAT16, not float32" in find_contract_problems(raw, cast_to_come=True)
 
 
 def test_a_trace_in_another_dtype_than_the_recipe_is_refused() -> None:

@@ -12,11 +12,11 @@ from specexport.backends import ort
 from specexport.channel_ranges import ChannelRanges
 from specexport.checkpoint.loaded import Checkpoint
 from specexport.passes import block_make
-from specexport.passes.block_make import extreme_blocks, search_blocks
-from specexport.passes.input_note import InputNotePass, inputs_of
+from specexport.passes.block_make import quantize_by_extremes, search_blocks
+from specexport.passes.input_note import InputNotePass, find_input_ranges
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
-from specexport.passes.quantize_sites import linear_site
-from specexport.trace.calibrate import activation_ranges
+from specexport.passes.quantize_sites import match_linear_site
+from specexport.trace.calibrate import measure_activation_ranges
 from tests.support.models.tiny_models import ARCHITECTURES, make_model
 from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references.lowered import lower_ort_cpu
@@ -83,7 +83,7 @@ def test_searched_blocks_lose_no_more_than_extremes_in_any_block() -> None:
     values[1], values[:, 2, 3] = 0, 0
     importance = np.exp(2 * numbers(10, 5, 32))
     losses = []
-    for codes, scales, zeros in (extreme_blocks(values), search_blocks(values, importance)):
+    for codes, scales, zeros in (quantize_by_extremes(values), search_blocks(values, importance)):
         assert codes.max() <= 15
         assert zeros.max() <= 15
         found = (codes.astype(np.float32) - zeros[..., None]) * scales[..., None]
@@ -97,7 +97,7 @@ def test_a_searched_block_spares_what_inputs_make_large() -> None:
     values, importance = numbers(11, 200, 1, 32), np.ones((1, 32), np.float32)
     importance[0, 4] = 1e4
     errors = []
-    for codes, scales, zeros in (extreme_blocks(values), search_blocks(values, importance)):
+    for codes, scales, zeros in (quantize_by_extremes(values), search_blocks(values, importance)):
         found = (codes.astype(np.float32) - zeros[..., None]) * scales[..., None]
         errors.append(float(np.square(found - values)[..., 4].mean()))
     assert errors[1] < 0.2 * errors[0]
@@ -117,11 +117,11 @@ def test_notes_follow_their_weights_through_packing() -> None:
     passes = default_passes("float32", pack=True, quantize="int4", ranges=ranges)
     kept = [item for item in passes if item.name != "int4-quantize"]
     report = dict(run_passes(traced.ir_model, kept))
-    sites = [site for node in traced.ir_model.graph if (site := linear_site(node)) is not None]
+    sites = [site for node in traced.ir_model.graph if (site := match_linear_site(node)) is not None]
     assert report["input-note"] == 15
     assert len(sites) == 9, "q, k and v are one layer, gate and up another"
     for site in sites:
-        inputs = inputs_of(site)
+        inputs = find_input_ranges(site)
         assert inputs is not None
         assert inputs.squares.shape == (site.depth,)
         assert any(inputs is each for each in ranges.values())
@@ -143,7 +143,7 @@ def test_a_weight_is_searched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def measured(model: Any) -> dict[str, ChannelRanges]:
     checkpoint = Checkpoint(**dict.fromkeys(Checkpoint.__dataclass_fields__) | {"model": model})
-    return activation_ranges(checkpoint, PIECES)
+    return measure_activation_ranges(checkpoint, PIECES)
 
 
 def test_ranges_are_those_of_the_model() -> None:

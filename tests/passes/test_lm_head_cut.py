@@ -33,7 +33,7 @@ def logits_of(model: Any, folder: Path, **changes: Any) -> tuple[np.ndarray, dic
     return Engine(folder, traced.layers, num_rows=2, capacity=8).step(PROMPT, [0, 0]), report, passed
 
 
-# Tied (with a scale behind the head), tied, untied; with a bias; with a softcap.
+# Tied (with a scale after the head), tied, untied; with a bias; with a softcap.
 @pytest.mark.parametrize(("name", "changed"), [("cohere2", 1), ("llama_tied", 1), ("llama", 1), ("phi", 2)])
 def test_the_logits_are_those_of_the_kept_tokens(name: str, changed: int, tmp_path: Path) -> None:
     check(tiny_model(name), changed, tmp_path)

@@ -12,7 +12,7 @@ import pytest
 
 from specexport.onnx_emit import part_of
 from specexport.passes import clean_up
-from specexport.passes.base import constant_of
+from specexport.passes.base import find_constant
 from specexport.passes.linear_flatten import LinearFlattenPass
 from specexport.passes.logit_row_select import LogitRowSelectPass
 from specexport.passes.pipeline import default_passes, run_passes
@@ -227,7 +227,7 @@ def test_every_linear_layer_becomes_a_product_of_two_matrices(traced: Traced) ->
     flattening = LinearFlattenPass()
     flattening(flat)
     assert count(flat)["MatMul"] == before - flattening.changes < before
-    weights = [constant_of(node.inputs[1]) for node in flat.graph if node.op_type == "MatMul"]
+    weights = [find_constant(node.inputs[1]) for node in flat.graph if node.op_type == "MatMul"]
     assert not [weight for weight in weights if weight is not None and len(weight.shape) == 2]
     found = []
     for each in (model, flat):

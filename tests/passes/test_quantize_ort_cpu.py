@@ -9,10 +9,10 @@ import onnx_ir as ir
 import pytest
 
 from specexport.ops.spec import EXPERTS
-from specexport.passes.block_experts import of_rounded
+from specexport.passes.block_experts import pack_rounded_experts
 from specexport.passes.block_format import unpack
-from specexport.passes.block_linear import of_blocks
-from specexport.passes.block_make import half_up, int4_weight, int8_weight
+from specexport.passes.block_linear import pack_blocks
+from specexport.passes.block_make import int4_weight, int8_weight, round_up_to_half
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.quantize_ort_cpu import HEAD_SHARE, BlockQuantizePass
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
@@ -143,7 +143,7 @@ def test_blocks_lose_as_little_of_small_and_large_weights(size: float, way: str)
     weight[:, :32] *= np.float32(1e-2)  # a block of small ones
     bits = int(way[0])
     if "experts" in way:
-        packed = of_rounded(ir.tensor(weight[None]), bits)
+        packed = pack_rounded_experts(ir.tensor(weight[None]), bits)
         found = unpack(packed.format, packed.make(), 16, 64)
     else:
         importance = np.ones(64, np.float32) if "measured" in way else None
@@ -152,7 +152,7 @@ def test_blocks_lose_as_little_of_small_and_large_weights(size: float, way: str)
             if bits == 8
             else int4_weight(ir.tensor(weight), turned=True, importance=importance)
         )
-        found = unpack(of_blocks(made).format, of_blocks(made).make(), 16, 64)
+        found = unpack(pack_blocks(made).format, pack_blocks(made).make(), 16, 64)
     steps = 254 if bits == 8 else 15
     spread = np.abs(weight).reshape(16, 2, 32).max(axis=2).repeat(32, axis=1) * 2 / steps
     assert (np.abs(found - weight) <= spread * {"8": 0.54, "4": 1.1}[way[0]] * (2 if "measured" in way else 1)).all()
@@ -176,12 +176,12 @@ def test_scales_are_rounded_up_to_what_is_stored() -> None:
     scales = np.abs(np.random.default_rng(2).normal(size=1000)).astype(np.float32) * 10.0 ** np.arange(-9, 1).repeat(
         100
     )
-    found = half_up(scales.astype(np.float32)).astype(np.float32)
+    found = round_up_to_half(scales.astype(np.float32)).astype(np.float32)
     assert (found >= scales.astype(np.float32)).all()
     assert (found[scales > 1e-4] <= scales[scales > 1e-4] * 1.001).all()
     for odd in (np.inf, np.nan, 1e6):
         with pytest.raises(UnsupportedModelError, match="larger than quantization can store"):
-            half_up(np.array([odd], np.float32))
+            round_up_to_half(np.array([odd], np.float32))
 
 
 V, H = 50, 12

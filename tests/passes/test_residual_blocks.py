@@ -80,7 +80,7 @@ STREAM = [("e", "a0"), ("a0", "b0"), ("b0", "a1"), ("a1", "b1")]
     "changes",
     [
         {},
-        {"a0": "p0 = RMSNormalization(o0, w)\na0 = Add(p0, e)"},  # a norm behind the branch; the operands swapped
+        {"a0": "p0 = RMSNormalization(o0, w)\na0 = Add(p0, e)"},  # a norm after the branch; the operands swapped
         {"a0": "p0 = Mul(o0, w_scale)\na0 = Add(e, p0)", "b1": "p1 = Mul(w_scale, d1)\nb1 = Add(p1, a1)"},
         {"o0": "r0 = MatMul(t0, wo)\no0 = Add(r0, w_bias)", "k0": "s0 = MatMul(n0, wk)\nk0 = Add(w_bias, s0)"},
         {"o1": "g1 = MatMul(n1, wg)\nh1 = Mul(t1, g1)\no1 = MatMul(h1, wo)"},  # attention gated by its own input

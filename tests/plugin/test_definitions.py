@@ -212,7 +212,7 @@ def test_registering_again_is_allowed_and_the_last_architecture_counts(trt: type
     assert b".target sm_80" in found[0].code
     api = sys.modules["tensorrt.plugin"]
     with pytest.raises(ValueError, match="already has a def"):
-        definitions._define(trt, api, name)
+        definitions._register_plugin(trt, api, name)
 
 
 @pytest.mark.parametrize(

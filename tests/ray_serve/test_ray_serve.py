@@ -1,4 +1,4 @@
-"""Two replicas of a bundle behind Ray Serve's proxy, on a cluster of this machine."""
+"""Two replicas of a bundle after Ray Serve's proxy, on a cluster of this machine."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -183,9 +183,9 @@ def test_a_replica_that_cannot_start_says_why(deployed, demo_bundle):
 
 def _stuckable() -> type:
     """A replica that can be told to hang. A class in a function is sent to Ray's processes as it is."""
-    from specexport_runtime.ray_serve.deployments import _http_replica
+    from specexport_runtime.ray_serve.deployments import _make_http_replica
 
-    class Stuckable(_http_replica()):
+    class Stuckable(_make_http_replica()):
         def hang(self):
             import threading
 
@@ -199,12 +199,12 @@ def test_a_stuck_replica_is_replaced_and_its_requests_can_be_sent_again(deployed
     from ray import serve
 
     from specexport_runtime.ray_serve import parse_settings
-    from specexport_runtime.ray_serve.deployments import _without_keys, engine_options
+    from specexport_runtime.ray_serve.deployments import _remove_keys, engine_options
 
     more = {"bundle": str(demo_bundle), "ray_actor_options": {"num_cpus": 0.5}, "stuck_after_s": 5, "num_replicas": 2}
     settings = parse_settings({**SETTINGS, **more, "health_check_period_s": 0.5})
     served = serve.deployment(**engine_options(settings))(serve.ingress()(_stuckable()))
-    application = served.bind(_without_keys(settings), needs_key=True)
+    application = served.bind(_remove_keys(settings), needs_key=True)
     app = Deployed(serve.run(application, name="stuck", route_prefix="/stuck"), f"{deployed.url}/stuck")
     try:
         before = app.describe(2)

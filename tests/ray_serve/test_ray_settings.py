@@ -16,10 +16,10 @@ from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import BundleError, EngineClosedError, EngineDeadError, InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.ray_serve import build_app, parse_settings
-from specexport_runtime.ray_serve.affinity import by_preference, is_overloaded, prompt_key
-from specexport_runtime.ray_serve.deployments import _without_keys, make_application
+from specexport_runtime.ray_serve.affinity import is_overloaded, prompt_key, rank_replicas
+from specexport_runtime.ray_serve.deployments import _remove_keys, make_application
 from specexport_runtime.ray_serve.ingress import PrefixIngress, _relay
-from specexport_runtime.ray_serve.replica import Replica, config_here, run_asgi
+from specexport_runtime.ray_serve.replica import Replica, make_replica_config, run_asgi
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.errors import as_api_error
@@ -99,20 +99,20 @@ def test_the_address_of_proxies_that_run_counts(demo_bundle, monkeypatch):
     with pytest.raises(InvalidRequestError, match=r"0\.0\.0\.0 can be reached"):
         build_app({"bundle": str(demo_bundle)})
     with pytest.raises(InvalidRequestError, match=r"0\.0\.0\.0 can be reached"):
-        config_here(parse(demo_bundle), needs_key=False)  # so does a replica
+        make_replica_config(parse(demo_bundle), needs_key=False)  # so does a replica
     monkeypatch.setenv("SPECEXPORT_API_KEYS", "secret")
     build_app({"bundle": str(demo_bundle)})
-    assert config_here(parse(demo_bundle), needs_key=False).host == "0.0.0.0"
+    assert make_replica_config(parse(demo_bundle), needs_key=False).host == "0.0.0.0"
 
 
 def test_keys_are_not_part_of_what_ray_keeps(demo_bundle, monkeypatch):
-    bare = _without_keys(parse(demo_bundle, {"SPECEXPORT_API_KEYS": "secret"}, host="0.0.0.0"))
+    bare = _remove_keys(parse(demo_bundle, {"SPECEXPORT_API_KEYS": "secret"}, host="0.0.0.0"))
     assert bare.server.api_keys == ()
     monkeypatch.delenv("SPECEXPORT_API_KEYS", raising=False)
     with pytest.raises(InvalidRequestError, match="not set for its replicas"):
-        config_here(bare, needs_key=True)
+        make_replica_config(bare, needs_key=True)
     monkeypatch.setenv("SPECEXPORT_API_KEYS", "secret")
-    assert config_here(bare, needs_key=True).api_keys == ("secret",)
+    assert make_replica_config(bare, needs_key=True).api_keys == ("secret",)
 
 
 class Gate:
@@ -225,8 +225,8 @@ def test_prompts_have_the_key_of_their_beginning():
 def test_a_lost_replica_moves_only_its_own_keys():
     replicas = [f"replica{i}" for i in range(5)]
     keys = [f"key{i}" for i in range(1000)]
-    before = {key: by_preference(key, replicas)[0] for key in keys}
-    after = {key: by_preference(key, [name for name in replicas if name != "replica2"])[0] for key in keys}
+    before = {key: rank_replicas(key, replicas)[0] for key in keys}
+    after = {key: rank_replicas(key, [name for name in replicas if name != "replica2"])[0] for key in keys}
     assert min(Counter(before.values()).values()) > 140  # of 200
     moved = [key for key in keys if before[key] != after[key]]
     assert moved == [key for key in keys if before[key] == "replica2"]

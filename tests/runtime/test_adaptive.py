@@ -17,7 +17,7 @@ from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.drafters.suffix import SuffixDrafter
 from specexport_runtime.drafters.suffix_store import SuffixStore
-from specexport_runtime.engine_parts import self_draft_obstacle
+from specexport_runtime.engine_parts import find_self_draft_obstacle
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.intake.drafting import DraftDefaults
@@ -214,10 +214,10 @@ def test_what_cannot_be_done_is_refused(engine, options, words):
     ],
 )
 def test_the_obstacle_of_a_bundles_target_is_named(changes, words):
-    obstacle = self_draft_obstacle(ModelRunner(FakeExecutor(VOCAB, 1, 9)), make_entry(**changes))
+    obstacle = find_self_draft_obstacle(ModelRunner(FakeExecutor(VOCAB, 1, 9)), make_entry(**changes))
     with pytest.raises(InvalidRequestError, match=words):
         make_engine(gated=False, self_obstacle=obstacle).generate("w1", LONG, drafter="self")
-    assert self_draft_obstacle(ModelRunner(FakeExecutor(VOCAB, 1, 9, num_gates=4))) is None
+    assert find_self_draft_obstacle(ModelRunner(FakeExecutor(VOCAB, 1, 9, num_gates=4))) is None
 
 
 def test_measuring_similarity_ends_with_the_step_even_if_that_fails():

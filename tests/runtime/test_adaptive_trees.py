@@ -4,7 +4,7 @@ import pytest
 
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead import trees
-from specexport_runtime.lookahead.trees import Candidate, worth_testing
+from specexport_runtime.lookahead.trees import BranchCandidate, select_worth_testing
 from specexport_runtime.requests.records import Branch, DraftStage, Proposal
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.fakes.goodput_fakes import (
@@ -70,32 +70,34 @@ def test_sampled_trees_of_any_size_leave_the_target_s_distribution(acceptance):
 
 
 def test_as_many_are_tested_as_give_most_tokens_a_second():
-    found = [Candidate(gain, 0, place) for place, gain in enumerate([0.1, 0.5, 0.02, 0.3])]
-    assert [each.place for each in worth_testing(found, 2.0, [1.0, 1.05, 1.1, 1.15, 1.2])] == [1, 3]
-    assert worth_testing(found, 2.0, [1.0, 1.3, 1.6, 1.9, 2.2]) == []
-    assert len(worth_testing(found, 2.0, [1.0] * 5)) == 4
-    assert worth_testing([Candidate(0.01, 0, 0)], 2.0, [1.0, 1.0]) == [], "less than the error of what is known"
+    found = [BranchCandidate(gain, 0, place) for place, gain in enumerate([0.1, 0.5, 0.02, 0.3])]
+    assert [each.place for each in select_worth_testing(found, 2.0, [1.0, 1.05, 1.1, 1.15, 1.2])] == [1, 3]
+    assert select_worth_testing(found, 2.0, [1.0, 1.3, 1.6, 1.9, 2.2]) == []
+    assert len(select_worth_testing(found, 2.0, [1.0] * 5)) == 4
+    assert select_worth_testing([BranchCandidate(0.01, 0, 0)], 2.0, [1.0, 1.0]) == [], (
+        "less than the error of what is known"
+    )
 
 
 def test_branches_are_kept_with_their_parents():
     proposal = Proposal([5, 6], branches=(Branch(7, -1), Branch(8, 2), Branch(9, 0), Branch(3, 3)))
-    kept = trees.with_branches(proposal, {2, 0, 1})
+    kept = trees.keep_branches(proposal, {2, 0, 1})
     assert kept.branches == (Branch(7, -1), Branch(8, 2), Branch(9, 0))
-    assert trees.with_branches(proposal, {2}).branches == (Branch(9, 0),)
-    assert trees.reach_of_tokens(proposal._replace(forced=(0,)), [0.4]) == [1.0, 0.4]
+    assert trees.keep_branches(proposal, {2}).branches == (Branch(9, 0),)
+    assert trees.compute_token_reach(proposal._replace(forced=(0,)), [0.4]) == [1.0, 0.4]
 
 
 def test_what_the_text_takes_is_counted_and_what_it_does_not_come_to_is_not():
-    chances = trees.shared_chances()
+    chances = trees.make_shared_chances()
     seq = make_sequence(0, [1, 2, 3], SamplingParams(max_tokens=9))
     seq.tokens += [5, 9, 4]  # the chain's first token, then its branch
     proposal = Proposal(
         [5, 6, 7], branches=(Branch(9, 0, ratio=0.6), Branch(8, -1, ratio=0.6), Branch(4, 1, ratio=0.6))
     )
-    before = chances.failure_rates[trees.slot_of(proposal.branches[0])]
+    before = chances.failure_rates[trees.find_slot(proposal.branches[0])]
     tests = list(chances.tests)
     trees.observe(chances, seq, proposal, 3)
-    slot = trees.slot_of(proposal.branches[0])
+    slot = trees.find_slot(proposal.branches[0])
     assert chances.failure_rates[slot] < before, "one of two"
     assert chances.tests[slot] > tests[slot] + 1.5
     assert [new for i, new in enumerate(chances.tests) if i != slot] == [

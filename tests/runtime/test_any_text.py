@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
-from specexport_runtime.cli.any_text import take_any_text
+from specexport_runtime.cli.any_text import escape_unencodable_output
 from specexport_runtime.cli.command import generate
 from specexport_runtime.cli.errors import SuggestingGroup
 from specexport_runtime.errors import BundleError
@@ -59,7 +59,7 @@ def test_every_command_takes_any_text(encoding, errors, written, monkeypatch):
 def test_without_streams_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", kept := io.StringIO())
-    take_any_text()
+    escape_unencodable_output()
     assert (sys.stdout, sys.stderr) == (None, kept)
     assert kept.write(TEXT) == len(TEXT)
 

@@ -402,10 +402,10 @@ async def test_long_texts_are_tokenized_one_after_the_other_beside_the_event_loo
         threads.add(threading.current_thread().name)
         return encode(prompt)
 
-    await asyncio.gather(*[service.aside(lambda i=i: noted([1 + i])) for i in range(6)])
+    await asyncio.gather(*[service.run_aside(lambda i=i: noted([1 + i])) for i in range(6)])
     await service.aclose()
     with pytest.raises(errors.EngineClosedError):
-        await service.aside(lambda: noted([1]))
+        await service.run_aside(lambda: noted([1]))
     (thread,) = threads
     assert thread != threading.main_thread().name
 
@@ -437,26 +437,26 @@ async def test_owners_take_turns_beside_the_event_loop(engine):
     """What nobody waits for any more is dropped, and an owner's pieces are as many as its requests may be."""
     service = AsyncSpecEngine(engine, max_requests_per_owner=3)
     go, done = threading.Event(), []
-    running = asyncio.ensure_future(service.aside(lambda: go.wait(60), "a"))
+    running = asyncio.ensure_future(service.run_aside(lambda: go.wait(60), "a"))
     await asyncio.sleep(0)
     pieces = [
-        asyncio.ensure_future(service.aside(lambda name=name: done.append(name), name[0]))
+        asyncio.ensure_future(service.run_aside(lambda name=name: done.append(name), name[0]))
         for name in ("a1", "a2", "a3", "b1", "b2", "c1")
     ]
     await asyncio.sleep(0)
     with pytest.raises(errors.OwnerLimitError):
-        await service.aside(lambda: None, "a")
+        await service.run_aside(lambda: None, "a")
     pieces[1].cancel()
-    others = [await service.aside(threading.current_thread, "a", lane=lane) for lane in ("brief", "forms")]
+    others = [await service.run_aside(threading.current_thread, "a", lane=lane) for lane in ("brief", "forms")]
     assert len({threading.main_thread(), *others}) == 3  # which wait for none of them
-    assert service.is_working_aside
+    assert service.has_work_aside
     assert not done
     go.set()
     await asyncio.gather(running, *pieces, return_exceptions=True)
     assert done == ["a1", "b1", "c1", "a3", "b2"]
     with pytest.raises(ZeroDivisionError):
-        await service.aside(lambda: 1 / 0)
-    assert not service.is_working_aside
+        await service.run_aside(lambda: 1 / 0)
+    assert not service.has_work_aside
 
 
 async def test_a_request_holds_a_place_while_it_is_planned(engine):
@@ -478,15 +478,15 @@ async def test_a_request_holds_a_place_while_it_is_planned(engine):
 
 async def test_what_waits_beside_the_event_loop_ends_when_the_engine_closes(engine):
     service, go = AsyncSpecEngine(engine), threading.Event()
-    running = asyncio.ensure_future(service.aside(lambda: go.wait(60)))
-    waiting = asyncio.ensure_future(service.aside(lambda: None))
+    running = asyncio.ensure_future(service.run_aside(lambda: go.wait(60)))
+    waiting = asyncio.ensure_future(service.run_aside(lambda: None))
     await asyncio.sleep(0)
     await service.aclose()
     with pytest.raises(errors.EngineClosedError):
         await waiting
     with pytest.raises(errors.EngineClosedError):
-        await service.aside(lambda: None, is_taken=True)
-    assert service.is_working_aside  # nothing waits for it
+        await service.run_aside(lambda: None, is_taken=True)
+    assert service.has_work_aside  # nothing waits for it
     go.set()
     assert await running
 

@@ -1,7 +1,7 @@
 """Block verification is exact: each draw of a round is integrated; out comes the target's distribution to 1e-12.
 
 A round is run once for each way that its comparisons and draws can end, and each way is weighed by its probability.
-Behind what it gives, the target goes on: the text as a whole must have the target's distribution. So must texts of many
+After what it gives, the target goes on: the text as a whole must have the target's distribution. So must texts of many
 rounds.
 """
 
@@ -35,7 +35,7 @@ class Rounds(drawn.Models):
 
     Args:
         points: places in the draft whose token is no draw.
-        leaves: the draft ends behind a token that it was not sure of: with a top probability below this.
+        leaves: the draft ends after a token that it was not sure of: with a top probability below this.
     """
 
     def __init__(self, *args, points=(), leaves=0.0, **options):
@@ -160,7 +160,7 @@ def test_the_rule_is_the_papers():
 
 @pytest.mark.parametrize(("uniform", "rows"), [(0.1, [0]), (0.07, [0, 1]), (0.01, [0, 1, 2, 3])])
 def test_rows_that_cannot_matter_are_not_processed(uniform, rows):
-    """The first token stays with a chance of 0.02; at best, that doubles with each token behind it."""
+    """The first token stays with a chance of 0.02; at best, that doubles with each token after it."""
     rare, fair = (HostDistribution(None, np.array([p, 1 - p])) for p in (0.01, 0.5))
     seen = []
 

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from specexport.cli import main
-from specexport_runtime.machine import most_threads
+from specexport_runtime.machine import max_thread_count
 from tests.support.cases.manifests import MANIFEST, write
 from tests.support.cases.refusals import line_of
 
@@ -33,14 +33,14 @@ def refuse(tmp_path, monkeypatch):
 def test_threads_are_bounded(refuse, command, count):
     line = refuse(command, "--threads", count)
     assert f"--threads is {count}" in line
-    assert f"1 to {most_threads()}" in line
+    assert f"1 to {max_thread_count()}" in line
 
 
 def test_the_bound_of_threads_grows_with_the_machine(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert most_threads() == 64
+    assert max_thread_count() == 64
     monkeypatch.setattr(os, "cpu_count", lambda: 192)
-    assert most_threads() == 768
+    assert max_thread_count() == 768
 
 
 @pytest.mark.parametrize(

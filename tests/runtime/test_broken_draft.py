@@ -50,7 +50,7 @@ def make_sequences(exits=False, **sampling):
 
 def check_texts_are_plain(decoder, make, drafter, caplog):
     """Of the first nothing is drafted, and the log says why, once."""
-    draft_loop._warn_of.cache_clear()
+    draft_loop._warn_of_nan.cache_clear()
     sequences, plain = make(), make()
     finish(decoder, sequences)
     finish(make_decoder(make_target(), None, 0), plain)
@@ -119,7 +119,7 @@ class Special:
 
 
 class TwoWays(Special):
-    """Behind a free token A or B, behind A nothing that is not banned, behind B anything."""
+    """Behind a free token A or B, after A nothing that is not banned, after B anything."""
 
     A, B, BANNED = 9, 4, (2, 3)
 

@@ -138,22 +138,22 @@ def test_without_its_operators_a_bundle_is_refused(demo_bundle, tmp_path, monkey
     path = tmp_path / "operators.so"
     if content is not None:
         path.write_bytes(content)
-    operators._loaded.cache_clear()
+    operators._load_library.cache_clear()
     monkeypatch.setattr(operators, "_LIBRARY", path)
     try:
         assert words in refuse(demo_bundle, exit_code=exit_code)
     finally:
-        operators._loaded.cache_clear()
+        operators._load_library.cache_clear()
 
 
 def test_operators_that_there_is_no_memory_for_are_not_called_broken(demo_bundle, monkeypatch):
     refused = raising(OSError("_operators.so: failed to map segment from shared object"))
-    operators._loaded.cache_clear()
+    operators._load_library.cache_clear()
     monkeypatch.setattr(operators, "ctypes", SimpleNamespace(CDLL=refused))
     try:
         assert "not enough memory: needs about 0.1 GB" in refuse(demo_bundle, exit_code=3)
     finally:
-        operators._loaded.cache_clear()
+        operators._load_library.cache_clear()
 
 
 def test_folders_that_are_no_bundles(tmp_path):

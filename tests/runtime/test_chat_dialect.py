@@ -152,7 +152,7 @@ def test_functions_are_checked(tools, param):
 
 GOOD = '{"city": "Paris"}'
 TEXTS = {
-    # what calls weather once; twice, or weather and stop; wrongly; any text behind which a call might have come
+    # what calls weather once; twice, or weather and stop; wrongly; any text after which a call might have come
     "hermes": (
         f'<tool_call>\n{{"name": "weather", "arguments": {GOOD}}}\n</tool_call>',
         f'<tool_call>\n{{"name": "weather", "arguments": {GOOD}}}\n</tool_call>\n'

@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake import chat
-from specexport_runtime.intake.chat import render_whole
+from specexport_runtime.intake.chat import render_losslessly
 from specexport_runtime.intake.chat_dialect import ChatDialect
 from specexport_runtime.intake.chat_forms import UnwrittenError
 from tests.support.cases import chance
@@ -145,9 +145,9 @@ def test_a_prompt_is_what_transformers_writes_of_a_form_or_there_is_none(name, t
             possible.append(text)
     if not possible:
         with pytest.raises(InvalidRequestError):
-            render_whole(template, messages, {"bos_token": "<s>"})
+            render_losslessly(template, messages, {"bos_token": "<s>"})
         return
-    assert render_whole(template, messages, {"bos_token": "<s>"}) in possible
+    assert render_losslessly(template, messages, {"bos_token": "<s>"}) in possible
 
 
 @pytest.mark.parametrize(
@@ -162,16 +162,18 @@ def test_a_prompt_is_what_transformers_writes_of_a_form_or_there_is_none(name, t
 )
 def test_what_is_left_out_is_named(name, talk, param):
     with pytest.raises(InvalidRequestError, match=param):
-        render_whole(TEMPLATES[name], TALKS[talk], {"bos_token": ""})
+        render_losslessly(TEMPLATES[name], TALKS[talk], {"bos_token": ""})
     with pytest.raises(UnwrittenError):  # a short text is not found in another
-        render_whole(TEMPLATES["no system"], [{"role": "system", "content": "s"}, USER], {})
+        render_losslessly(TEMPLATES["no system"], [{"role": "system", "content": "s"}, USER], {})
 
 
 def test_arguments_are_text_where_the_template_adds_them_to_text():
     template = (
         HEAD + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}"
     )
-    assert render_whole(template + "{% endfor %}", TALKS["calls"][:3], {}) == 'user saysweather{"city": "Paris"}rain'
+    assert (
+        render_losslessly(template + "{% endfor %}", TALKS["calls"][:3], {}) == 'user saysweather{"city": "Paris"}rain'
+    )
 
 
 LATER = "{% if not m.tool_calls or loop.index > messages | length - 2 %}{{ m.content }}{% endif %}"
@@ -180,8 +182,8 @@ LATER = "{% if not m.tool_calls or loop.index > messages | length - 2 %}{{ m.con
 def test_a_text_beside_calls_may_be_left_out_later():
     template = HEAD + LATER + CALLS + "{% endfor %}"
     talk = [*TALKS["text and calls"], SAID, USER]
-    assert "let me see" in render_whole(template, talk[:3], {})
-    assert "let me see" not in render_whole(template, talk, {})
+    assert "let me see" in render_losslessly(template, talk[:3], {})
+    assert "let me see" not in render_losslessly(template, talk, {})
 
 
 def agent(count, first=()):
@@ -198,15 +200,15 @@ def test_renders_do_not_grow_with_the_messages(name, monkeypatch):
         renders.clear()
         talk = agent(count, [DEVELOPER] if name.startswith("no") else [SYSTEM])
         with contextlib.suppress(UnwrittenError):
-            assert render_whole(template, talk, {})
+            assert render_losslessly(template, talk, {})
         assert len(renders) <= most
 
 
 def test_what_is_only_left_out_of_a_long_conversation_is_noticed():
     template = HEAD + "{% if loop.index < 90 or m.role != 'user' %}{{ m.content }}{% endif %}" + CALLS + TAIL
-    assert render_whole(template, agent(30), {})
+    assert render_losslessly(template, agent(30), {})
     with pytest.raises(UnwrittenError, match=r"messages\[96\]\.content, of role 'user'"):
-        render_whole(template, agent(40), {})
+        render_losslessly(template, agent(40), {})
 
 
 def test_a_conversation_of_many_kinds_is_tried_with_few_of_them(monkeypatch):
@@ -221,7 +223,7 @@ def test_a_conversation_of_many_kinds_is_tried_with_few_of_them(monkeypatch):
     talk = [
         each if each["content"] is not None else each | {"content": [{"type": "text", "text": "b"}]} for each in talk
     ]
-    assert render_whole(TEMPLATES["either"], talk, {})
+    assert render_losslessly(TEMPLATES["either"], talk, {})
     assert len([each for each in lengths if each >= 1000]) == 2
     assert max(each for each in lengths if each < 1000) <= 64
 
@@ -262,7 +264,7 @@ def test_every_word_is_in_the_prompt_or_refused():
             messages.append(message)
             words += told
         try:
-            text = render_whole(template, messages, {})
+            text = render_losslessly(template, messages, {})
         except InvalidRequestError:
             continue
         if not text:  # which is refused as an empty prompt

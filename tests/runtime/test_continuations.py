@@ -9,7 +9,7 @@ from specexport_runtime.drafters.continuations import Continuations
 from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.suffix import SuffixDrafter
 from specexport_runtime.drafters.suffix_store import SuffixStore
-from specexport_runtime.requests.records import Begun, Branch, DraftStage
+from specexport_runtime.requests.records import Branch, DraftPrefix, DraftStage
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.tree import accept_tree_greedy
 from tests.support.cases.chance import examples
@@ -72,7 +72,7 @@ def test_a_branch_ends_with_its_text():
 
 def test_branches_stand_behind_what_a_grammar_forces():
     text = [1, 2, 3, 4, 9, 1, 2, 5, 3, 4, 8, 2]
-    drafter, begun = LookupDrafter(gate=False), Begun([3, 4], 8)
+    drafter, begun = LookupDrafter(gate=False), DraftPrefix([3, 4], 8)
     proposal = drafter.propose([request(text, 9)], [2], [begun])[0]
     assert leaves(proposal) == ([3, 4, 9, 1], [[3, 4, 8, 2]])
     assert proposal.forced == (0, 1)

@@ -12,7 +12,7 @@ from specexport_runtime import SamplingParams
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.chat import render_chat
 from specexport_runtime.intake.conversation import Conversation
-from specexport_runtime.requests.text import TextStream, text_behind
+from specexport_runtime.requests.text import TextStream, decode_continuation
 from tests.support.cases import chance
 from tests.support.fakes.engine import make_engine
 
@@ -101,7 +101,7 @@ def test_a_first_word_is_kept_with_its_space_or_without(spaced, template, first_
     chat = start(spaced, template)
     first = chat.ask("so")
     output = [spaced.token_to_id(piece) for piece in (first_word, "us", "er", "▁", "▁a", "us")]
-    said = text_behind(spaced, first, output)
+    said = decode_continuation(spaced, first, output)
     assert text_of(spaced, [*first, *output]) == text_of(spaced, first) + said
     assert said.startswith(first_word.replace("▁", " "))
     chat.answer(said, output)
@@ -109,7 +109,7 @@ def test_a_first_word_is_kept_with_its_space_or_without(spaced, template, first_
     assert text_of(spaced, second) == text_of(
         spaced, ids_of(spaced, render_chat(TEMPLATES[template], chat.messages, {}))
     )
-    if template == "chatml":  # behind its mark the rest of a text is the same, wherever it begins
+    if template == "chatml":  # after its mark the rest of a text is the same, wherever it begins
         assert second[: len(first) + len(output)] == [*first, *output]
 
 

@@ -135,7 +135,7 @@ def test_the_map_is_read(tmp_path):
     head = load_cut_head(tmp_path, ENTRY_OF_DRAFT)
     assert head.vocab_size == VOCAB
     assert head.ids.tolist() == IDS.tolist()
-    assert head.below(9).ids.tolist() == [0, 2, 3, 5, 8]
+    assert head.truncate_vocabulary(9).ids.tolist() == [0, 2, 3, 5, 8]
     assert load_cut_head(tmp_path, ENTRY) is None
 
 

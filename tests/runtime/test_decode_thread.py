@@ -172,7 +172,7 @@ def test_steps_that_fail_before_they_begin_end_the_requests_that_wait_one_by_one
     check_and_close(engine)
 
 
-@pytest.mark.parametrize("name", ["fits", "is_early"])
+@pytest.mark.parametrize("name", ["fits", "should_wait"])
 def test_a_plan_that_fails_for_one_request_ends_that_one_alone(name):
     engine = make_engine()
     started, go = slow_down(engine)

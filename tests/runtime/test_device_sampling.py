@@ -14,7 +14,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.accept import accept_sampled
 from specexport_runtime.sampling.block import accept_block
-from specexport_runtime.sampling.device import on_host
+from specexport_runtime.sampling.device import to_host
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
@@ -221,17 +221,17 @@ def test_few_bytes_and_one_wait_a_step(params):
         for j in range(LOOKAHEAD):
             row = q[j] + rng.normal(0, 0.4, WIDE).astype(np.float32)
             (asked,) = draft.step(row[None], [sampler.ask(draws.peek(j).draft, WIDE, slot=j)])
-            distributions.append(sampler.row_distribution(asked))
+            distributions.append(sampler.make_row_distribution(asked))
             tokens.append(distributions[-1].draw(draws(j).draft))
         asks = [sampler.ask(draws.peek(j).resample, WIDE, token) for j, token in enumerate([*tokens, -1])]
         rows = target.step(q, asks)
-        target_distributions = [sampler.row_distribution(row) for row in rows]
+        target_distributions = [sampler.make_row_distribution(row) for row in rows]
         found = [
             rule(tokens, distributions, target_distributions.__getitem__, draws)
             for rule in (accept_block, accept_sampled)
         ]
         host = [sampler.distribution(row) for row in q]
-        numbers = [on_host(distribution) for distribution in distributions] if not seed else distributions
+        numbers = [to_host(distribution) for distribution in distributions] if not seed else distributions
         if not seed:
             assert found == [rule(tokens, numbers, host.__getitem__, draws) for rule in (accept_block, accept_sampled)]
             draft.sampler.counts.__init__()
@@ -250,7 +250,7 @@ def test_flat_rows_come_whole_after_a_few():
         row = rng.normal(0, 0.1, (1, WIDE)).astype(np.float32) if flat else likely_logits(rng, 1) * 4
         (found,) = device.step(row, [sampler.ask(0.5, WIDE)])
         fetched.append(found.ask.rule.fetch)
-        distribution, host = on_host(sampler.row_distribution(found)), other.distribution(row[0])
+        distribution, host = to_host(sampler.make_row_distribution(found)), other.distribution(row[0])
         np.testing.assert_array_equal(distribution.token_ids, host.token_ids)
         np.testing.assert_allclose(distribution.probs, host.probs, rtol=1e-9)
     assert fetched == [False] * 4 + [True] * 127 + [False] * 9
@@ -267,7 +267,7 @@ def test_rows_that_are_gone_are_not_read():
     with pytest.raises(SpecexportError, match="overwritten by a later step"):
         old.fetch()
     with pytest.raises(SpecexportError, match="another uniform"):
-        sampler.row_distribution(kept).residual(sampler.row_distribution(kept), 1.0).draw(0.25)
+        sampler.make_row_distribution(kept).residual(sampler.make_row_distribution(kept), 1.0).draw(0.25)
 
 
 def test_rows_that_are_kept_beside_each_other_are_one_copy():

@@ -95,7 +95,7 @@ def test_a_draft_of_any_length_waits_once(opened: Callable[..., Opened]) -> None
     assert [len(each.tokens) for each in proposals] == [LOOKAHEAD] * 2
     assert (gpu.waits() - waits, gpu.launches() - launches) == (1, LOOKAHEAD)
     drafter.commit(sequences)
-    # The shorter draft sits out behind its limit: two chains.
+    # The shorter draft sits out after its limit: two chains.
     waits = gpu.waits()
     proposals = drafter.propose(sequences, [2, LOOKAHEAD])
     assert [len(each.tokens) for each in proposals] == [2, LOOKAHEAD]
@@ -149,8 +149,8 @@ def test_what_looks_at_logits_in_between_is_not_chained(opened: Callable[..., Op
     seq = begun(0, [3, 4], params, draft_exit=DraftExit(DraftExitParams(gamma=0.1)) if what == "exit" else None)
     drafts = open_drafts([seq], [3])
     head = SimpleNamespace(ids=np.arange(VOCAB), widen=lambda logits: logits) if what == "cut head" else None
-    gpu.executor.name_rows(head)
-    run_drafts(ModelRunner(gpu.executor), drafts, VOCAB, lambda draft: RowWork(draft.since(0)[-1:], 1))
+    gpu.executor.set_head(head)
+    run_drafts(ModelRunner(gpu.executor), drafts, VOCAB, lambda draft: RowWork(draft.list_tokens_since(0)[-1:], 1))
     assert drafts[0].tokens
 
 

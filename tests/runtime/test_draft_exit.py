@@ -12,7 +12,7 @@ from specexport_runtime.drafters.draft_loop import Draft
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.logit_rows import NumpyRows
-from specexport_runtime.executors.row_kernels import whole_row
+from specexport_runtime.executors.row_kernels import ask_whole_row
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sampling.block import RULES
@@ -102,7 +102,7 @@ def test_a_draft_ends_behind_the_first_step_that_is_not_sure(gamma, temperature)
         plain = make_sequence(0, [first, 2], params, seed=first)
         [proposal], [whole] = propose(executor, [seq], [6]), propose(executor, [plain], [6])
         tops = [likeliest(executor, seq, whole.tokens[:j], temperature or 1.0) for j in range(6)]
-        unsure = [j for j in range(5) if tops[j] < gamma]  # behind the sixth there is nothing to leave out
+        unsure = [j for j in range(5) if tops[j] < gamma]  # after the sixth there is nothing to leave out
         expected = unsure[0] + 1 if unsure else 6
         assert proposal.tokens == whole.tokens[:expected]
         assert proposal.end == ("exit" if unsure else "lookahead")
@@ -149,7 +149,7 @@ class Rules:
         draft = Draft(seq, lookahead)
         while draft.is_open:
             logits = table[(seq.tokens + draft.tokens)[-1]]
-            draft.draw(NumpyRows(logits[None], [whole_row(len(logits))])[0], len(logits))
+            draft.draw(NumpyRows(logits[None], [ask_whole_row(len(logits))])[0], len(logits))
         return draft
 
     def observe(self, state, drafted, accepted):
@@ -209,7 +209,7 @@ def at(counts, position):
 class TestAModelMadeToShowIt:
     """Tokens 2 … 5 are sure of what follows, 0 and 1 are not, and the draft is right but for the second position.
 
-    The second draft token is nearly always rejected, for token 5. How many tokens were discarded behind it tells
+    The second draft token is nearly always rejected, for token 5. How many tokens were discarded after it tells
     whether the fourth was one of 2 … 5; a threshold that knows this decides by it whether the fourth position is tested
     next, which must not be with the very number that drew its draft token.
     """

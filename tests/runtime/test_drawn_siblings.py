@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from specexport_runtime.drafters import draft_loop, siblings
-from specexport_runtime.drafters.at_once import AtOnce
+from specexport_runtime.drafters.at_once import ParallelWork
 from specexport_runtime.drafters.draft_loop import draft_at_once, open_drafts
 from specexport_runtime.drafters.model import ModelDrafter
-from specexport_runtime.drafters.siblings import MAX_SIBLINGS, drawn_siblings, usual_siblings
+from specexport_runtime.drafters.siblings import MAX_SIBLINGS, choose_default_siblings, draw_siblings
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.records import DraftStage
@@ -55,7 +55,7 @@ def draft(executor, made, lookahead=2):
 def parallel(executor, made, lookahead=2):
     """A draft in one step, each place blind to the tokens before it: of a prompt, whatever it is."""
     drafts = open_drafts([made], [lookahead])
-    work = AtOnce(RowWork([0] * lookahead, lookahead), 0)
+    work = ParallelWork(RowWork([0] * lookahead, lookahead), 0)
     draft_at_once(ModelRunner(executor), drafts, [work], executor.vocab_size)
     return drafts[0].proposal("draft-model")
 
@@ -112,7 +112,7 @@ def test_nodes_are_drawn_in_their_order_each_from_its_own_distribution():
         proposal, chain = draft(drafts, made, 3), draft(drafts, plain, 3)
         assert proposal.tokens == chain.tokens
         assert len(proposal.nodes) == wide
-        counts, number = usual_siblings(made, 3), 0
+        counts, number = choose_default_siblings(made, 3), 0
         for place, token in enumerate(proposal.tokens):
             path, elder = proposal.tokens[:place], [token]
             expected = made.sampler.distribution(drafts.logits_after([*made.tokens, *path]), path)
@@ -129,8 +129,8 @@ def test_nodes_are_drawn_in_their_order_each_from_its_own_distribution():
 
 def test_siblings_end_with_the_tokens_that_there_are():
     distribution_of_two = HostDistribution(np.array([3, 8]), np.array([0.3, 0.7]))
-    assert drawn_siblings(distribution_of_two, 8, [0.5, 0.5, 0.5]) == [3]
-    assert drawn_siblings(HostDistribution(None, np.array([0.0, 1.0])), 1, [0.5]) == []
+    assert draw_siblings(distribution_of_two, 8, [0.5, 0.5, 0.5]) == [3]
+    assert draw_siblings(HostDistribution(None, np.array([0.0, 1.0])), 1, [0.5]) == []
     proposal = draft(model(noise=0.9), request(30, top_k=1), 2)
     assert (len(proposal.tokens), proposal.branches) == (2, ())
     assert [len(draft(model(), request(30, top_k=k), 1).nodes) for k in (2, 3)] == [2, 3]
@@ -141,13 +141,13 @@ def test_how_many_siblings_there_are_is_known_before_anything_is_drawn():
     made = request(12, vocab=17)
     drafts = [draft(model(noise=0.9, vocab=17), request(12, vocab=17, seed=seed), 4) for seed in range(10)]
     assert len({tuple(each.parents) for each in drafts}) == 1
-    first = usual_siblings(made, 4)
+    first = choose_default_siblings(made, 4)
     assert sum(first) == 8
     assert list(first) == sorted(first, reverse=True)
     made.stats.accepted, made.stats.draft_rounds = 2, 60
-    poor = usual_siblings(made, 4)
+    poor = choose_default_siblings(made, 4)
     made.stats.accepted = 230
-    rich = usual_siblings(made, 4)
+    rich = choose_default_siblings(made, 4)
     assert sum(poor) == sum(rich) == 8
     assert poor[0] > rich[0]
     assert rich[3] > poor[3]
@@ -155,9 +155,9 @@ def test_how_many_siblings_there_are_is_known_before_anything_is_drawn():
 
 def test_a_chain_has_none_and_no_place_more_than_there_may_be():
     for size, depth in ((0, 4), (4, 4), (3, 4), (4, 0)):
-        assert not any(usual_siblings(request(size), depth))
+        assert not any(choose_default_siblings(request(size), depth))
     for options in ({}, {"temperature": 0.0}):
-        assert usual_siblings(request(63, **options), 3) == (MAX_SIBLINGS,) * 3
+        assert choose_default_siblings(request(63, **options), 3) == (MAX_SIBLINGS,) * 3
 
 
 @pytest.mark.parametrize("acceptance", ["token", "block"])

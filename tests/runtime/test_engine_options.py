@@ -7,7 +7,7 @@ import click
 import pytest
 
 from specexport_runtime.cli.command import generate
-from specexport_runtime.cli.options import engine_flag, flag_of, take_engine_options
+from specexport_runtime.cli.options import engine_flag, get_flag_name, pop_engine_options
 from specexport_runtime.cli.serve import serve
 from specexport_runtime.engine_options import OPTIONS, EngineOptions, Use
 from specexport_runtime.errors import InvalidRequestError
@@ -32,7 +32,7 @@ def test_commands_have_the_flags_of_their_uses_with_the_defaults_of_the_options(
     for name, flag in flags.items():
         assert isinstance(flag, click.Option)
         assert flag.default == DEFAULTS[name]
-        assert "/".join([*flag.opts, *flag.secondary_opts]) == flag_of(name)
+        assert "/".join([*flag.opts, *flag.secondary_opts]) == get_flag_name(name)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_flag_gives_the_value_of_its_option(name: str, line: list[str], value:
     @engine_flag(name)
     @click.option("--other", default=1)
     def command(**values: Any) -> None:
-        taken.append(take_engine_options(values))
+        taken.append(pop_engine_options(values))
         assert values == {"other": 1}
 
     command.main(line, standalone_mode=False)

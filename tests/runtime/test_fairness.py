@@ -9,9 +9,15 @@ from hypothesis import strategies as st
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.decoding.pace import Pace
-from specexport_runtime.decoding.queue import MIN_TURN, NEARLY_DONE, WHOLE_TURN, WaitingQueue, whom_to_pause
+from specexport_runtime.decoding.queue import MIN_TURN, NEARLY_DONE, WHOLE_TURN, WaitingQueue, find_request_to_pause
 from specexport_runtime.decoding.rows import Slots
-from specexport_runtime.decoding.schedule import REREAD_CHUNK, PromptReading, Scheduler, go_alone, share_tokens
+from specexport_runtime.decoding.schedule import (
+    REREAD_CHUNK,
+    PromptReading,
+    Scheduler,
+    select_to_go_alone,
+    share_tokens,
+)
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError
@@ -58,7 +64,7 @@ def queue_of(*owners):
 
 
 def test_an_owner_that_comes_again_and_again_starves_nobody():
-    """One row: whoever had a turn goes behind those that wait, also if nothing of it was left in the queue."""
+    """One row: whoever had a turn goes after those that wait, also if nothing of it was left in the queue."""
     queue, taken = queue_of(*"aaab"), []
     while (seq := queue.next({})) is not None and len(taken) < 6:
         queue.take(seq)
@@ -85,11 +91,11 @@ def test_a_queue_keeps_nothing_of_those_that_left():
     queue = queue_of(*"abab")
     everybody = list(queue)
     assert [seq.index for seq in everybody] == [0, 2, 1, 3]
-    assert not queue.is_alike(everybody[0])
+    assert not queue.has_only_peers_of(everybody[0])
     for seq in everybody[1:]:
         queue.remove(seq)
     assert len(queue) == 1
-    assert queue.is_alike(everybody[0])
+    assert queue.has_only_peers_of(everybody[0])
     queue.take(everybody[0])
     assert not queue
     assert not queue._levels
@@ -119,7 +125,7 @@ def victim(newcomer, *running, can_resume=True):
     for row, seq in enumerate(running):
         slots.target.kv.restore(row, len(seq.tokens) - 1)
     slots.can_resume = lambda _: can_resume
-    return whom_to_pause(newcomer, slots)
+    return find_request_to_pause(newcomer, slots)
 
 
 def test_the_owner_with_the_most_rows_gives_way_with_the_least_to_read_again():
@@ -231,9 +237,9 @@ def test_first_tokens_that_nobody_else_has_a_claim_on_have_a_step_for_themselves
     mine, others, urgent, later = (
         sequence(2, "a"), sequence(3, "c"), sequence(4, "a", -1), sequence(5, "c", 1),
     )  # fmt: skip
-    assert go_alone(decoding, [mine, others, urgent, later]) == [others, urgent]
-    assert go_alone([], [mine, others]) == []
-    assert go_alone(decoding, []) == []
+    assert select_to_go_alone(decoding, [mine, others, urgent, later]) == [others, urgent]
+    assert select_to_go_alone([], [mine, others]) == []
+    assert select_to_go_alone(decoding, []) == []
 
 
 def test_a_newcomer_has_a_step_for_itself_and_no_two_in_a_row():
@@ -263,7 +269,7 @@ def test_late_prompts_yield_and_nobody_is_late_without_a_budget():
     seq = sequence(length=400)
     seq.stats.submit_time = 0.0
     assert not pace.is_late(seq, 400)  # nobody knows yet what a token takes
-    pace.note(0.1, 100, 0)
+    pace.record_step(0.1, 100, 0)
     assert not pace.is_late(seq, 400)
     assert pace.is_late(seq, 1100)  # a prompt that takes more than the budget never could
     now[0] = 0.7
@@ -277,12 +283,12 @@ def test_late_prompts_yield_and_nobody_is_late_without_a_budget():
 def test_chunks_shrink_to_the_time_beside_a_round():
     pace = Pace(itl_budget_s=0.05)
     assert pace.most(500, 3) == 500
-    pace.note(0.02, 0, 3)
-    pace.note(0.12, 100, 3)  # a millisecond a token, beside the round
+    pace.record_step(0.02, 0, 3)
+    pace.record_step(0.12, 100, 3)  # a millisecond a token, beside the round
     assert pace.most(500, 3) == 30
     assert pace.most(20, 3) == 20
     assert pace.most(500, 0) == 500  # nobody would be kept waiting
-    pace.note(1.0, 0, 3)
+    pace.record_step(1.0, 0, 3)
     assert pace.most(500, 3) == 1
     assert not Pace().is_on
     with pytest.raises(InvalidRequestError, match="itl_budget_ms is 0"):
@@ -304,8 +310,8 @@ def test_what_is_read_again_comes_in_small_pieces_and_smaller_ones_beside_a_firs
 def test_the_scheduler_keeps_the_pace():
     now = [0.0]
     pace = Pace(1.0, 0.05, clock=lambda: now[0])
-    pace.note(0.01, 0, 1)
-    pace.note(0.1, 100, 0)
+    pace.record_step(0.01, 0, 1)
+    pace.record_step(0.1, 100, 0)
     long, short, decoding = sequence(0, length=3000 // 2), sequence(1, length=30), sequence(2, length=3, generated=1)
     for seq in (long, short, decoding):
         seq.stats.submit_time = 0.0

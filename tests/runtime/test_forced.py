@@ -1,4 +1,4 @@
-"""What a grammar forces begins drafts, goes on in them and behind them: on fakes, with every way to draft."""
+"""What a grammar forces begins drafts, goes on in them and after them: on fakes, with every way to draft."""
 
 import numpy as np
 import pytest
@@ -36,12 +36,12 @@ def test_greedy_text_is_that_of_plain_decoding(drafter, noise, lookahead):
         sure = sum(place == j for j, place in enumerate(places))
         assert event.accepted >= min(sure, len(event.tokens))
         assert event.drafted <= ROOM
-    if drafter not in ("lookup", "self"):  # behind what begins them, guesses
+    if drafter not in ("lookup", "self"):  # after what begins them, guesses
         assert any(proposal.num_own for proposal in begun) == (lookahead > 1 or drafter in ("draft-model", "chained"))
 
 
 def test_forced_tokens_cost_no_step_of_a_draft_model_and_none_of_its_lookahead():
-    """A perfect draft: two guesses, and all that is forced before, between and behind them."""
+    """A perfect draft: two guesses, and all that is forced before, between and after them."""
     decoder = model_decoder(2, 0.0, 1)
     (seq,) = sequences_with(lambda _: SamplingParams(max_tokens=49), PROMPTS[:1])
     events = run(decoder, [seq])
@@ -179,7 +179,7 @@ def test_what_is_learned_of_texts_with_a_grammar_or_by_another_rule_is_kept_apar
 def test_acceptance_is_learned_from_guesses_alone():
     """Of a draft with a forced token in the middle: two guesses, the second failed."""
     proposal = Proposal([4, 5, 6, 7], None, forced=(1, 3), drafter="draft-model")
-    assert [proposal.own_tests(accepted) for accepted in range(5)] == [
+    assert [proposal.count_own_tests(accepted) for accepted in range(5)] == [
         (0, True),
         (1, False),  # the forced token failed, which tells nothing of the drafter
         (1, True),

@@ -95,7 +95,7 @@ def test_slots_of_matches_grow_with_the_match():
 
 
 def test_tests_behind_a_failed_one_never_count():
-    """The same tests in drafts of any length teach the same: what was drafted behind a rejection must not matter."""
+    """The same tests in drafts of any length teach the same: what was drafted after a rejection must not matter."""
     long, short = RequestAcceptance(SharedAcceptance(8)), RequestAcceptance(SharedAcceptance(8))
     long.observe(range(8), 1, rejected=True)
     short.observe(range(2), 1, rejected=True)
@@ -108,14 +108,14 @@ def test_tests_behind_a_failed_one_never_count():
 def test_probes_never_cost_more_than_their_share_of_plain_decoding():
     account, spent = DraftAccount(), 0.0
     for _ in range(1000):
-        account.book()
-        if account.affords(0.7):
+        account.record_gain()
+        if account.can_afford(0.7):
             spent += 0.7
-            account.book(-0.7)
+            account.record_gain(-0.7)
     assert 9 < spent <= 13
-    assert not account.affords(50.0)
+    assert not account.can_afford(50.0)
     for _ in range(10_000):
-        account.book()
+        account.record_gain()
     assert account.balance == 8  # what is not used is not kept for ever
 
 

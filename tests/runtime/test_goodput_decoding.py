@@ -8,7 +8,7 @@ import pytest
 from specexport_runtime.drafters.suffix import SuffixDrafter
 from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.lookahead.acceptance import Confidence, match_slots, shared_confidence
+from specexport_runtime.lookahead.acceptance import Confidence, make_shared_confidence, match_slots
 from specexport_runtime.lookahead.rules import StepTimes, allocate
 from specexport_runtime.requests.records import Asked, Promise, Proposal, StepLoad
 from specexport_runtime.sampling.distribution import one_hot
@@ -142,7 +142,7 @@ def test_auto_decodes_as_the_better_of_both_and_stays_exact():
 
 
 def test_what_passes_is_drafted_further_and_what_fails_is_not():
-    sure, chance = Confidence(shared_confidence()), random.Random(0)
+    sure, chance = Confidence(make_shared_confidence()), random.Random(0)
     for _ in range(200):  # a token of 0.99 always passes here, and one of 0.6 in two of ten
         sure.begin(())
         top = chance.choice((0.99, 0.6))
@@ -157,7 +157,7 @@ def test_what_passes_is_drafted_further_and_what_fails_is_not():
 
 
 def test_the_last_token_of_a_whole_draft_was_not_asked_for_and_tells_nothing():
-    shared = shared_confidence()
+    shared = make_shared_confidence()
     sure = Confidence(shared)
     before = list(shared.tests)
     sure.begin(())

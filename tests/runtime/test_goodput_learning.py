@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from specexport_runtime.costs.learned import LearnedCosts, reading_of
+from specexport_runtime.costs.learned import LearnedCosts, make_reading_key
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.at_once import ParallelCost
 from specexport_runtime.drafters.base import Drafter
@@ -42,9 +42,9 @@ class Timed(Controller):
         seconds = sum(self.real.drafters[drafter].seconds(count, count) for count in rows)
         super().drafted(drafter, sequences, proposals, seconds)
 
-    def took(self, drafted, seconds):
+    def record_verify_seconds(self, drafted, seconds):
         rows = self._round.load.num_rows
-        super().took(drafted, self.real.target.seconds(rows + drafted, rows))
+        super().record_verify_seconds(drafted, self.real.target.seconds(rows + drafted, rows))
 
 
 @pytest.mark.one_of_kind
@@ -89,7 +89,7 @@ def test_a_draft_that_is_slow_to_read_is_left_alone_for_short_answers():
         drafted.append(sequence.stats.drafted)
     assert drafted[0] > 4
     assert max(drafted[-2:]) <= 1
-    assert learned.draft_ratio(reading_of("draft-model"), 1) > 5
+    assert learned.draft_ratio(make_reading_key("draft-model"), 1) > 5
     assert learned.draft_ratio("draft-model", 1) == 1.0
 
 
@@ -107,10 +107,10 @@ def test_what_a_draft_reads_in_passing_tells_nothing_of_reading():
         lengths.drafted("draft-model", [sequence], [proposal], 1.3 * count * told.drafters["draft-model"].seconds(1, 1))
         sequence.tokens += [1] * (count + 1)
         lengths.observe(sequence, proposal, len(sequence.tokens) - count - 1, count, rejected=False)
-        lengths.took(count, told.target.seconds(1 + count, 1))
+        lengths.record_verify_seconds(count, told.target.seconds(1 + count, 1))
         sequence.tokens += [1] * 3  # a copy, of which it has read nothing
     assert 1.2 < learned.draft_ratio("draft-model", 1) < 1.4
-    assert learned.draft_ratio(reading_of("draft-model"), 1) == learned.draft_ratio("draft-model", 1)
+    assert learned.draft_ratio(make_reading_key("draft-model"), 1) == learned.draft_ratio("draft-model", 1)
 
 
 def test_what_is_learned_is_used_between_the_rounds_of_a_sampled_request_too():
@@ -162,7 +162,7 @@ def test_a_draft_that_was_shortened_to_nothing_is_asked_for_again():
             lengths.observe(
                 sequence, proposal, len(sequence.tokens) - accepted - 1, accepted, rejected=accepted < len(tokens)
             )
-        lengths.took(len(tokens), 0.0)
+        lengths.record_verify_seconds(len(tokens), 0.0)
     assert 1 < drafted.count(0) < 12
     assert drafted[40:] == [1] * 80
 

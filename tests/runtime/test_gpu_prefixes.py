@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.executors.open import PLACES, backend_of
+from specexport_runtime.executors.open import PLACES, find_engine_backend
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases.chance import examples
@@ -45,7 +45,7 @@ def decoder_of(opened, *, reuse=True, **options):
 
 
 def test_every_backend_keeps_prefixes():
-    assert all(backend_of(name).copies_rows for name in PLACES)
+    assert all(find_engine_backend(name).copies_rows for name in PLACES)
 
 
 @pytest.mark.parametrize("way", WAYS)

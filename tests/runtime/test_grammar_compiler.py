@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.intake.grammars import GrammarCompiler, named_tokens
-from specexport_runtime.sampling.grammar import reason_of
+from specexport_runtime.intake.grammars import GrammarCompiler, iterate_named_tokens
+from specexport_runtime.sampling.grammar import explain_refusal
 from specexport_runtime.sampling.structured import StructuredOutputs
 from tests.support.models.tokenizers import byte_level
 
@@ -70,11 +70,11 @@ def test_a_form_goes_on_from_its_beginning(size):
 @pytest.mark.parametrize("begin", ['"', "/"])
 def test_what_a_grammar_opens_and_does_not_close_is_read_once(begin):
     """Else each mark in it would be another beginning, and the work would grow with the square of their number."""
-    assert list(named_tokens(f"start: {begin}" + f"\\{begin}" * 50_000 + "<a>", {"<a>": 1}.get)) == []
-    assert list(named_tokens(f"start: {begin}x{begin} <a>", {"<a>": 1}.get)) == [{1}]
+    assert list(iterate_named_tokens(f"start: {begin}" + f"\\{begin}" * 50_000 + "<a>", {"<a>": 1}.get)) == []
+    assert list(iterate_named_tokens(f"start: {begin}x{begin} <a>", {"<a>": 1}.get)) == [{1}]
 
 
 def test_failures_of_the_matcher_are_told_to_the_log_alone(caplog):
-    assert reason_of("unclosed\n group.") == "unclosed group"
-    assert "assertion" not in reason_of("panic: assertion failed: a < b\n<backtrace>\n 0: c")
+    assert explain_refusal("unclosed\n group.") == "unclosed group"
+    assert "assertion" not in explain_refusal("panic: assertion failed: a < b\n<backtrace>\n 0: c")
     assert [each.getMessage() for each in caplog.records] == ["the matcher failed: panic: assertion failed: a < b"]

@@ -51,7 +51,7 @@ def test_a_parallel_head_drafts_all_tokens_in_one_step(rows, temperature):
     events = run(decoder, sequences)
     if not temperature:
         check_plain(target, sequences)
-        # The first guess sees true features and is right; those behind the mask are a fixed function of it.
+        # The first guess sees true features and is right; those after the mask are a fixed function of it.
         assert all(event.accepted for event in events if event.drafted and len(event.tokens) > 1)
     drafting = [event for event in events if event.drafted]
     assert max(event.drafted for event in drafting) == 5
@@ -64,7 +64,7 @@ def test_a_parallel_head_drafts_all_tokens_in_one_step(rows, temperature):
 
 @pytest.mark.parametrize("fixed", [24, 40])
 def test_no_step_of_a_parallel_head_is_wider_than_its_engine_takes(fixed):
-    """Rows that all have much to read, and stand-ins behind it: an engine with fixed sizes takes so many tokens."""
+    """Rows that all have much to read, and stand-ins after it: an engine with fixed sizes takes so many tokens."""
     decoder, target, drafter = drafter_kinds.head_decoder(5, 0.0, 4)
     drafter.runner.executor.max_num_tokens = fixed
     parallel = parallel_head(decoder, drafter)

@@ -8,7 +8,7 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.host_rows import HostRows
 from specexport_runtime.executors.row_kernels import MAX_CUT, NOTHING
 from specexport_runtime.sampling.accept import normalised, residual
-from specexport_runtime.sampling.device import RowDistribution, on_host
+from specexport_runtime.sampling.device import RowDistribution, to_host
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from tests.support.cases import chance
@@ -39,7 +39,7 @@ def is_at(probs: np.ndarray, place: int, u: float, slack: float = 1e-11) -> bool
 
 
 def dense(distribution, width):
-    numbers = on_host(distribution)
+    numbers = to_host(distribution)
     full = np.zeros(width)
     full[slice(len(numbers.probs)) if numbers.token_ids is None else numbers.token_ids] = numbers.probs
     return full
@@ -57,10 +57,10 @@ def test_distributions_and_residuals_are_the_hosts(given):
         rows, others = make_rows(rng, 3, width), make_rows(rng, 3, width)
         uniforms, tokens = [0.0, 1 - 2**-53, rng.random()], rng.integers(0, used, 3).tolist()
         kept = draft.collect([sampler.ask(0.5, width, slot=i) for i in range(3)], others)
-        drafts = [sampler.row_distribution(row) for row in kept]
+        drafts = [sampler.make_row_distribution(row) for row in kept]
         asked = target.collect([sampler.ask(u, width, t) for u, t in zip(uniforms, tokens, strict=True)], rows)
         for i, (u, token) in enumerate(zip(uniforms, tokens, strict=True)):
-            distribution, host = sampler.row_distribution(asked[i]), dense(sampler.distribution(rows[i]), width)
+            distribution, host = sampler.make_row_distribution(asked[i]), dense(sampler.distribution(rows[i]), width)
             np.testing.assert_allclose(distribution.top, host.max(), rtol=1e-11)
             np.testing.assert_allclose(distribution.probability(token), host[token], rtol=1e-11, atol=1e-300)
             assert is_at(host, distribution.draw(u), u)
@@ -85,7 +85,7 @@ def test_certain_rows_are_cut_by_the_library_and_flat_ones_are_left_to_numpy():
         sampler = Sampler(SamplingParams(temperature=1.0, **given), [1], width)
         for logits in (certain, flat):
             (row,) = source.collect([sampler.ask(0.5, width)], logits)
-            distribution = sampler.row_distribution(row)
+            distribution = sampler.make_row_distribution(row)
             assert row.is_cut == (bool(given) and logits is certain)
             assert isinstance(distribution, RowDistribution) == (logits is certain or not given)
             np.testing.assert_allclose(
@@ -108,7 +108,7 @@ def test_rows_that_the_library_can_cut_are_never_taken_for_flat(penalties, monke
         logits[0, :600] += 12
         ask = sampler.ask(0.5, width)
         (row,) = source.collect([ask._replace(rule=ask.rule._replace(fetch=True)) if i % 2 else ask], logits)
-        assert 256 < np.count_nonzero(dense(sampler.row_distribution(row), width)) < MAX_CUT
+        assert 256 < np.count_nonzero(dense(sampler.make_row_distribution(row), width)) < MAX_CUT
     assert not asked
 
 
@@ -134,13 +134,13 @@ def test_rows_of_a_cut_head_are_drawn_from_by_its_ids():
         sampler = Sampler(SamplingParams(temperature=0.8, **given), [1], width)
         logits, rows = rng.normal(size=(1, 5)).astype(np.float32), rng.normal(size=(1, width)).astype(np.float32)
         (row,) = source.collect([sampler.ask(0.6, width, slot=0)], logits)
-        distribution, expected = sampler.row_distribution(row), sampler.distribution(head.widen(logits[0]))
+        distribution, expected = sampler.make_row_distribution(row), sampler.distribution(head.widen(logits[0]))
         np.testing.assert_allclose(dense(distribution, width), dense(expected, width), rtol=1e-11)
         assert distribution.draw(0.6) == expected.draw(0.6)
         assert row.token_id == ids[logits[0].argmax()]
         np.testing.assert_array_equal(row.fetch(), head.widen(logits[0]))
         (asked,) = target.collect([sampler.ask(0.3, width, distribution.draw(0.6))], rows)
-        found = residual(sampler.row_distribution(asked), distribution, 0.9)
+        found = residual(sampler.make_row_distribution(asked), distribution, 0.9)
         masses = residual(sampler.distribution(rows[0]), expected, 0.9)
         np.testing.assert_allclose(found.sum(), masses.sum(), rtol=1e-9)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specexport_runtime.costs.learned import WRONG, LearnedCosts, RoundSeconds, reading_of
+from specexport_runtime.costs.learned import WRONG, LearnedCosts, RoundSeconds, make_reading_key
 from tests.support.cases.chance import examples
 
 
@@ -150,7 +150,7 @@ def test_times_decide_nothing_about_lengths():
         for learned, load in ((calm, 1.0), (busy, 50.0 if 20 <= step < 27 else 1.0)):
             rounds(learned, 1, widths=widths, seed=step, load=lambda i, load=load: load)
         assert calm.is_unknown("draft-model") == busy.is_unknown("draft-model")
-        assert calm.wants_shorter(1) == busy.wants_shorter(1)
+        assert calm.needs_shorter_draft(1) == busy.needs_shorter_draft(1)
 
 
 def test_sizes_learn_apart_and_lend_to_those_that_know_nothing():
@@ -185,11 +185,11 @@ def test_reading_is_told_apart_from_what_was_believed_of_it_because_of_the_steps
     learned = LearnedCosts()
     rounds(learned, 30, draft=4.0)
     learned.adopt()
-    assert learned.draft_ratio(reading_of("draft-model"), 1) == learned.draft_ratio("draft-model", 1) > 3
+    assert learned.draft_ratio(make_reading_key("draft-model"), 1) == learned.draft_ratio("draft-model", 1) > 3
     for _ in range(6):  # it takes what the curve says, which is not what is in use
-        learned.observe(RoundSeconds(1, 0, lambda d: 2.0, 0.02, {reading_of("draft-model"): (1.0, 0.01)}))
+        learned.observe(RoundSeconds(1, 0, lambda d: 2.0, 0.02, {make_reading_key("draft-model"): (1.0, 0.01)}))
     learned.adopt()
-    assert learned.draft_ratio(reading_of("draft-model"), 1) == pytest.approx(1.0, rel=0.2)
+    assert learned.draft_ratio(make_reading_key("draft-model"), 1) == pytest.approx(1.0, rel=0.2)
     assert learned.draft_ratio("draft-model", 1) > 3
 
 

@@ -16,7 +16,7 @@ from specexport_runtime.bundle.files import check_files, hash_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError
 from specexport_runtime.executors import ort_session
-from specexport_runtime.executors.external_data import session_model
+from specexport_runtime.executors.external_data import read_session_model
 
 PROMPT = "def read(path):"
 
@@ -110,9 +110,9 @@ def test_weights_behind_a_link_are_named_and_not_read(bundle: Path, tmp_path: Pa
             self.said = (key, value)
 
     graph, options = bundle / "target" / "model.onnx", Options()
-    assert session_model(graph, options) == str(graph)
+    assert read_session_model(graph, options) == str(graph)
     hub(bundle, tmp_path)
-    model = session_model(graph, options)
+    model = read_session_model(graph, options)
     assert isinstance(model, bytes)
     assert abs(len(model) - graph.stat().st_size) < 100 * model.count(b"location")
     assert options.said[1] == str(tmp_path / "blobs")

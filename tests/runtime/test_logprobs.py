@@ -10,7 +10,7 @@ import pytest
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.sampling.logprobs import logprobs_of
+from specexport_runtime.sampling.logprobs import compute_logprobs
 from tests.support.fakes.drafter_kinds import PLANS
 from tests.support.fakes.engine import WORDS, make_engine
 from tests.support.fakes.engine_of import engine_of
@@ -108,16 +108,16 @@ def test_who_does_not_ask_gets_none_and_needs_no_logits_in_a_batch_too():
 def test_ties_go_to_the_lower_id_at_the_border_too():
     row = np.array([0.0, 2.0, 1.0, 2.0, 1.0, 1.0], np.float32)
     for count, wanted in enumerate([[], [1], [1, 3], [1, 3, 2], [1, 3, 2, 4], [1, 3, 2, 4, 5], [1, 3, 2, 4, 5, 0]]):
-        (entry,) = logprobs_of([0], row[None], count)
+        (entry,) = compute_logprobs([0], row[None], count)
         assert [i for i, _ in entry.top] == wanted
-    (entry,) = logprobs_of([0], row[None], 20)
+    (entry,) = compute_logprobs([0], row[None], 20)
     assert len(entry.top) == 6
-    assert [i for i, _ in logprobs_of([7], np.zeros((1, 1000), np.float32), 3)[0].top] == [0, 1, 2]
+    assert [i for i, _ in compute_logprobs([7], np.zeros((1, 1000), np.float32), 3)[0].top] == [0, 1, 2]
     for seed in range(5):
         many = np.random.default_rng(seed).integers(0, 99, 700).astype(np.float32)
         wanted = sorted(range(700), key=lambda i: (-many[i], i))[:20]
-        assert [i for i, _ in logprobs_of([7], many[None], 20)[0].top] == wanted
-        ranks = [entry.rank for entry in logprobs_of(wanted, np.broadcast_to(many, (20, 700)), 0)]
+        assert [i for i, _ in compute_logprobs([7], many[None], 20)[0].top] == wanted
+        ranks = [entry.rank for entry in compute_logprobs(wanted, np.broadcast_to(many, (20, 700)), 0)]
         assert ranks == list(range(1, 21))
 
 
@@ -128,7 +128,7 @@ def test_large_logits_and_a_large_vocabulary_lose_no_precision():
         exact = row.astype(np.float64)
         exact -= exact.max()
         exact -= math.log(math.fsum(np.exp(exact).tolist()))
-        (entry,) = logprobs_of([123], row[None], 20)
+        (entry,) = compute_logprobs([123], row[None], 20)
         assert entry.logprob == pytest.approx(exact[123], abs=1e-6 * max(1.0, abs(exact[123])))
         assert entry.rank == 1 + int((row > row[123]).sum())
         assert [i for i, _ in entry.top] == np.argsort(-exact, kind="stable")[:20].tolist()
@@ -136,12 +136,12 @@ def test_large_logits_and_a_large_vocabulary_lose_no_precision():
 
 def test_banned_tokens_and_broken_logits():
     row = np.array([[0.0, -math.inf, 0.0]], np.float32)
-    (entry,) = logprobs_of([1], row, 3)
+    (entry,) = compute_logprobs([1], row, 3)
     assert entry.logprob == -math.inf
     assert entry.top[2] == (1, -math.inf)
     for bad in (math.nan, math.inf):
         with pytest.raises(CheckFailedError):
-            logprobs_of([0], np.array([[0.0, bad]], np.float32), 1)
+            compute_logprobs([0], np.array([[0.0, bad]], np.float32), 1)
 
 
 def test_broken_logits_end_that_request_alone():

@@ -46,7 +46,7 @@ def copy(tokens, count=7, reference=(), match_length=2, gate=False):
         ([1, 2, 1, 2], {"count": 0}, []),
         ([1, 2, 12, 13], {"reference": REFERENCE}, [14, 15]),  # it ends with the reference
         ([1, 14, 15], {"reference": REFERENCE}, []),
-        ([14, 15], {"reference": [1, 14, 15, 2]}, [2]),  # the text behind the match is shorter than the copy
+        ([14, 15], {"reference": [1, 14, 15, 2]}, [2]),  # the text after the match is shorter than the copy
         ([1, 2, 15, 1], {"reference": REFERENCE}, []),  # "15 1" lies across the border, once
         ([1, 2, 15, 1], {"reference": REFERENCE, "match_length": 1, "count": 1}, [2]),
         ([1, 2, 3, 1, 2], {"reference": REFERENCE, "count": 3}, [3, 1, 2]),

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from specexport.cli import main
-from specexport.inspect import brief, describe, describe_json
+from specexport.inspect import describe, describe_briefly, describe_json
 from specexport_runtime.abi import ABI_VERSION
 from specexport_runtime.bundle import manifest as module
 from specexport_runtime.bundle.files import FileEntry, check_files
@@ -126,7 +126,7 @@ def refusal_of(folder):
     except SpecexportError as error:
         return error
     list(describe(manifest))
-    list(brief(manifest))
+    list(describe_briefly(manifest))
     json.dumps(describe_json(manifest))
     with pytest.raises(BundleError, match="missing"):
         check_files(folder, manifest.files | {"no such file": FileEntry("", 0)})

@@ -90,8 +90,8 @@ def test_memory_that_nobody_holds_goes_back_but_for_a_spare():
     decoder = decoder_of(4 * ROW, reuse=False)
     finish(decoder, *(add(decoder, text(i + 1, 8), 4) for i in range(4)))  # 2 pages each, of 40
     assert decoder.load.kv_bytes_resident == 4 * PAGE <= SPARE_SHARE * 4 * ROW
-    given, give_back = [], decoder.target.executor.give_back
-    decoder.target.executor.give_back = lambda *args: (given.append(args), give_back(*args))
+    given, release_pages = [], decoder.target.executor.release_pages
+    decoder.target.executor.release_pages = lambda *args: (given.append(args), release_pages(*args))
     for _ in range(3):  # the spare is used again: nothing goes back and comes again
         finish(decoder, add(decoder, text(1, 8), 4))
     assert not given

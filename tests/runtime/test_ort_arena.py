@@ -34,11 +34,11 @@ def test_memory_follows_what_is_written_and_goes_back():
         before = resident_bytes(arena)
         arena.fill(row, count)
         assert resident_bytes(arena) - before == arena.row_bytes(count)
-    arena.give_back(3, 50)
+    arena.release_pages(3, 50)
     assert resident_bytes(arena) == sum(map(arena.row_bytes, (0, 1, 40, 50)))
     assert all(arena.holds(row, count, row) for row, count in enumerate((0, 1, 40, 50)))
     for row in range(4):
-        arena.give_back(row, 0)
+        arena.release_pages(row, 0)
     assert resident_bytes(arena) == 0
     assert not any(cache.any() for cache in arena._caches.values())
 
@@ -71,7 +71,7 @@ def test_rows_change_places_where_no_memory_goes_back():
     assert arena.holds(2, 30, 0)
     arena.swap_rows(3, 2, (0, 30))
     assert arena.holds(3, 30, 0)
-    arena.give_back(3, 0)
+    arena.release_pages(3, 0)
     assert arena.holds(3, 30, 0)
 
 

@@ -9,7 +9,7 @@ from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters import other_tokens
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
-from specexport_runtime.drafters.other_tokens import OtherTokensDrafter, SpelledText
+from specexport_runtime.drafters.other_tokens import OtherVocabularyDrafter, SpelledText
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.host_rows import HostRows
 from specexport_runtime.executors.logit_rows import argmax_ids
@@ -100,7 +100,7 @@ class Reader(FakeExecutor):
 
 
 def make_drafter(
-    token_map, source=None, *, rows=4, capacity=CAPACITY, drafter=OtherTokensDrafter, vocab=VOCAB, **options
+    token_map, source=None, *, rows=4, capacity=CAPACITY, drafter=OtherVocabularyDrafter, vocab=VOCAB, **options
 ):
     reader = Reader(token_map, source or FakeExecutor(vocab, rows, capacity), rows, capacity)
     head = CutHead(reader.shared.astype(np.int32), len(token_map.target_ids))
@@ -171,7 +171,7 @@ def test_texts_are_plain_ones(case):
 SMALL, SMALL_SHARED = 6, [1, 2, 4]
 
 
-class Shifted(OtherTokensDrafter):
+class Shifted(OtherVocabularyDrafter):
     """Says another distribution than it draws from: that of the next shared token."""
 
     def propose(self, requests, lookaheads, begun=None):
@@ -182,8 +182,8 @@ class Shifted(OtherTokensDrafter):
         return [each._replace(distributions=[shifted(p) for p in each.distributions or ()]) for each in found]
 
 
-def sampled(count, params, drafter=OtherTokensDrafter, plan=PLAN, acceptance="token"):
-    """Requests behind one prompt after decoding, with the executors of target and draft."""
+def sampled(count, params, drafter=OtherVocabularyDrafter, plan=PLAN, acceptance="token"):
+    """Requests after one prompt after decoding, with the executors of target and draft."""
     target, source = FakeExecutor(SMALL, 8, 16, context=1, sharpness=1.0), FakeExecutor(SMALL, 8, 16, context=1, seed=4)
     draft = make_drafter(make_map(SMALL, SMALL_SHARED), source, rows=8, capacity=24, drafter=drafter, vocab=SMALL)
     decoding = make_requests(count, params, prompts=[[2, 3]], vocab=SMALL, draft_plan=plan, acceptance=acceptance)
@@ -215,7 +215,7 @@ def test_the_rate_of_acceptance_is_that_of_the_definition():
         return weights / weights.sum()
 
     wanted = 0.0
-    for token, mass in enumerate(softmax(target.logits_after([3]))):  # behind the first token, which has no draft
+    for token, mass in enumerate(softmax(target.logits_after([3]))):  # after the first token, which has no draft
         p, q = softmax(target.logits_after([token])), np.zeros(SMALL)
         q[SMALL_SHARED] = softmax(source.logits_after([token])[SMALL_SHARED])
         wanted += mass * float(np.minimum(p, q).sum())

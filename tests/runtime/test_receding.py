@@ -68,7 +68,7 @@ def test_logits_have_the_same_bits_and_windows_take_less_memory(bundle: Path) ->
         assert (short < full / 2) == recedes
         if recedes:
             assert runner.row_bytes(LENGTH) <= runner.row_bytes(10 * LENGTH)
-            assert LENGTH - CHUNK - BACK - 64 <= runner.least_len(0) <= LENGTH - BACK
+            assert LENGTH - CHUNK - BACK - 64 <= runner.min_reusable_len(0) <= LENGTH - BACK
     np.testing.assert_array_equal(*found)
 
 

@@ -148,7 +148,7 @@ def replay(
                 if controller is not None:
                     controller.observe(seq, proposal, before, accepted, rejected=accepted < k)
             if controller is not None:
-                controller.took(sum(counts), seconds)
+                controller.record_verify_seconds(sum(counts), seconds)
     return clock.now - begun
 
 

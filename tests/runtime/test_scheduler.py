@@ -38,7 +38,7 @@ class World:
         return seq
 
     def round(self, busy: int = 0) -> dict[int, int]:
-        self.scheduler.place(busy)
+        self.scheduler.admit_waiting(busy)
         chunks, kv = self.scheduler.share(busy), self.slots.target.kv
         for row, chunk in chunks.items():
             kv.write(row, [chunk])

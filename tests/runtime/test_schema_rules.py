@@ -13,7 +13,7 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake import functions
 from specexport_runtime.intake.functions import FunctionError, read_functions
 from specexport_runtime.sampling import structured
-from specexport_runtime.sampling.schema_rules import fault_of
+from specexport_runtime.sampling.schema_rules import find_fault
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.structured import check_strict
@@ -88,7 +88,7 @@ def test_references_that_come_back_to_themselves_are_refused(case: str) -> None:
 
 @pytest.mark.parametrize("case", DATA | RECURSIONS)
 def test_data_and_recursion_stay(case: str) -> None:
-    assert fault_of((DATA | RECURSIONS)[case]) is None
+    assert find_fault((DATA | RECURSIONS)[case]) is None
 
 
 @pytest.mark.parametrize("schema", [SETTINGS["in a property"], LOOPS["inside a property"]])
@@ -104,7 +104,7 @@ def test_what_is_deep_is_looked_through_without_recursion() -> None:
     deep: Any = {"x-guidance": SETTING}
     for _ in range(5000):
         deep = {"items": deep}
-    assert "setting of the matcher" in str(fault_of(deep))
+    assert "setting of the matcher" in str(find_fault(deep))
 
 
 class Watched(dict[str, Any]):
@@ -134,7 +134,7 @@ def test_work_grows_as_the_schema_does(case: str) -> None:
     for count in (50, 200):
         parts = [Watched(CHAINS[case](i)) for i in range(count)]
         before = Watched.looks
-        fault_of({"allOf": parts})
+        find_fault({"allOf": parts})
         looks.append(Watched.looks - before)
     assert looks[1] < 5 * looks[0]
 
@@ -151,7 +151,7 @@ def test_places_of_a_strict_schema_are_not_written_out() -> None:
 
 def test_what_is_too_large_or_too_deep_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (structured, functions):
-        monkeypatch.setattr(module, "fault_of", Mock(side_effect=AssertionError("it was looked through")))
+        monkeypatch.setattr(module, "find_fault", Mock(side_effect=AssertionError("it was looked through")))
     large = {"type": "object", "description": "x" * structured.MAX_GRAMMAR_CHARS}
     for given in (large, json.dumps(large), '{"items":' * 20_000):
         with pytest.raises(InvalidRequestError, match=r"characters|recursion"):
@@ -212,7 +212,7 @@ def test_drawn_references_are_judged_as_by_expansion_and_the_matcher_takes_the_r
                     todo.append(target)
         places = used.values()
         wanted = all(begins(part, defs, len(names) + 1) for part in places if "$ref" in part)
-        found = fault_of(schema)
+        found = find_fault(schema)
         assert (found is None) == wanted, schema
         verdicts.add(wanted)
         if wanted:

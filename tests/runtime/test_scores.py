@@ -8,7 +8,7 @@ import pytest
 from specexport_runtime import SamplingParams
 from specexport_runtime.decoding import schedule
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sampling.logprobs import logprobs_of
+from specexport_runtime.sampling.logprobs import compute_logprobs
 from tests.support.fakes.loop import VOCAB, finish, make_decoder, make_draft, make_sequence, make_target, run
 from tests.support.fakes.rounds import opened
 
@@ -62,7 +62,7 @@ def test_a_prompt_that_cannot_be_scored_ends_alone(monkeypatch):
     def note(seq, start, logits):
         if seq is bad:
             raise InvalidRequestError("no.")
-        seq.prompt_logprobs += logprobs_of(seq.tokens[start + 1 : 3], logits, 0)
+        seq.prompt_logprobs += compute_logprobs(seq.tokens[start + 1 : 3], logits, 0)
 
     monkeypatch.setattr("specexport_runtime.decoding.verify.note_scores", note)
     for seq in (good, bad):

@@ -138,7 +138,7 @@ def test_layers_are_chosen_by_the_average_over_the_prompt_however_it_was_cut(max
     run(self_decoder(target, 3, max_chunk=max_chunk, max_num_batched_tokens=16, lookup=True), sequences)
     check_plain(target, sequences)
     for seq, prompt in zip(sequences, prompts, strict=True):
-        expected = target.similarity_of(prompt).astype(np.float64).mean(axis=1)
+        expected = target.compute_similarity(prompt).astype(np.float64).mean(axis=1)
         assert seq.stats.layer_choice.acs == tuple(expected)  # to the last bit
         above = tuple(i for i in range(LAYERS) if expected[i] > 0.97)
         assert set(above[:-2]) <= set(seq.stats.layer_choice.removed_attention) | {LAYERS - 2, LAYERS - 1}
@@ -221,11 +221,11 @@ def test_layers_that_no_prompt_changes_are_priced_before_the_first_draft():
     drafter = SelfDrafter(ModelRunner(gated()), vocab_size=VOCAB)
     rules = LayerRules(None, None, None, skip_mixers=(0, 2), skip_mlps=(1,))
     seq = make_sequence(0, [1, 2], SamplingParams(max_tokens=9), layer_rules=rules)
-    assert drafter.choice_of(seq).removed_attention == (0, 2)
+    assert drafter.find_choice(seq).removed_attention == (0, 2)
     assert seq.stats.layer_choice is None, "nothing was drafted yet"
     curves = CostCurves(StepCost(1.0, 0.0), shares=LayerShares(LAYERS, 0.1, 0.2))
     assert drafter.cost(curves).seconds([seq], 1, 0) == pytest.approx(1 - 2 * 0.1 - 0.2)
-    assert drafter.choice_of(make_sequence(1, [1, 2], SamplingParams(max_tokens=9))) is None
+    assert drafter.find_choice(make_sequence(1, [1, 2], SamplingParams(max_tokens=9))) is None
 
 
 def test_sampled_text_follows_the_targets_distribution():

@@ -8,9 +8,9 @@ import pytest
 
 from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.drafters import draft_loop
-from specexport_runtime.drafters.forced import branches_of, shorten
+from specexport_runtime.drafters.forced import list_branches_after_cut, shorten
 from specexport_runtime.drafters.model import ModelDrafter
-from specexport_runtime.drafters.siblings import MAX_SIBLINGS, MIN_RATIO, combined, runners_up
+from specexport_runtime.drafters.siblings import MAX_SIBLINGS, MIN_RATIO, combine_branches, find_runners_up
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import Branch, DraftStage, Proposal
@@ -97,7 +97,7 @@ def test_nothing_is_computed_for_chains(monkeypatch):
 
     execute, wants = FakeExecutor.execute, set()
     monkeypatch.setattr(FakeExecutor, "execute", lambda self, want="logits": (wants.add(want), execute(self, want))[1])
-    monkeypatch.setattr(draft_loop, "runners_up", refuse)
+    monkeypatch.setattr(draft_loop, "find_runners_up", refuse)
     found, _, _ = propose(0)
     assert all(proposal.tokens and not proposal.branches for proposal in found)
     assert wants == {"token_ids"}
@@ -107,20 +107,20 @@ def test_the_row_that_is_looked_at_stays_as_it_was_and_without_numbers_there_are
     logits = np.random.default_rng(0).normal(0, 2, 50).astype(np.float32)
     logits.flags.writeable = False
     token = int(logits.argmax())
-    assert [each for each, _ in runners_up(logits, token, 5)] == best_beside(logits, token, 5)
+    assert [each for each, _ in find_runners_up(logits, token, 5)] == best_beside(logits, token, 5)
     for peak in (np.nan, np.inf):
-        assert runners_up(np.array([1.0, peak, 2.0], np.float32), 1, 3) == []
+        assert find_runners_up(np.array([1.0, peak, 2.0], np.float32), 1, 3) == []
 
 
 def test_branches_follow_a_chain_that_is_cut_or_goes_on():
-    # The chain 1 2 3; beside 1: 10, behind which comes 11; beside 2: 12; beside 3: 13; behind 3: 14.
+    # The chain 1 2 3; beside 1: 10, after which comes 11; beside 2: 12; beside 3: 13; after 3: 14.
     def branches(behind, *rest):
         return (Branch(10, -1), Branch(11, behind), *rest)
 
     others = (Branch(12, 0), Branch(13, 1), Branch(14, 2))
     proposal = Proposal([1, 2, 3], branches=branches(3, *others))
-    assert branches_of(proposal, 3) == proposal.branches
-    assert branches_of(proposal, 5) == branches(5, *others)
+    assert list_branches_after_cut(proposal, 3) == proposal.branches
+    assert list_branches_after_cut(proposal, 5) == branches(5, *others)
     assert [shorten(proposal, count, "text").branches for count in (2, 1, 0)] == [
         branches(2, others[0]), branches(1), (),
     ]  # fmt: skip
@@ -138,10 +138,10 @@ def test_where_places_know_nothing_of_each_other_any_token_may_follow_any():
             chances[tuple(token for token, _ in path)] = chance
     others = sorted((path for path in chances if list(path) != tokens[: len(path)]), key=lambda path: -chances[path])
     for room in range(len(others) + 1):
-        proposal = Proposal(tokens, branches=combined(beside, tokens, room))
+        proposal = Proposal(tokens, branches=combine_branches(beside, tokens, room))
         paths = [
             tuple(proposal.nodes[each] for each in proposal.path_to(place)) for place in range(3, len(proposal.nodes))
         ]
         assert sorted(chances[path] for path in paths) == sorted(chances[path] for path in others[:room])
         assert len(set(paths)) == room
-    assert len(combined(beside, tokens, 99)) == len(others)
+    assert len(combine_branches(beside, tokens, 99)) == len(others)

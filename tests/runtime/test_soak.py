@@ -19,7 +19,7 @@ params = SamplingParams(max_tokens=1, ignore_eos=True)
 def load():
     return SpecEngine.load(bundle, max_num_seqs=2, num_threads=2, spin=False)
 
-def ask(engine, i):  # alone: the engine is idle before it, and behind it
+def ask(engine, i):  # alone: the engine is idle before it, and after it
     prompt = [10 + i % 900, *range(100, 160)]
     engine.submit(prompt, params, drafter="none", remember=False).result(60)
 

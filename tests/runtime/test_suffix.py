@@ -12,7 +12,7 @@ from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.suffix import SuffixDrafter, best_path
 from specexport_runtime.drafters.suffix_open import KeptSuffixes, open_suffixes
-from specexport_runtime.drafters.suffix_segment import DEPTH, SEPARATOR, SuffixSegment, segment_of, split_texts
+from specexport_runtime.drafters.suffix_segment import DEPTH, SEPARATOR, SuffixSegment, make_segment, split_texts
 from specexport_runtime.drafters.suffix_store import SEGMENT_TOKENS, SuffixStore
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.packing.batch import ModelRunner
@@ -208,7 +208,7 @@ def searched(texts, context, least):
 @examples(150)
 @given(TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(2, 5))
 def test_a_segment_finds_the_longest_suffix_and_every_place(texts, context, least):
-    segment = segment_of(texts)
+    segment = make_segment(texts)
     match = segment.find(context[::-1], least)
     expected = searched(texts, context, least)
     if expected is None:

@@ -22,8 +22,8 @@ def test_hold_back_is_the_longest_possible_start(pieces, strings):
         text += piece
         assume(not any(s in text for s in strings))
         expected = max(n for n in range(len(text) + 1) for s in strings if n < len(s) and text.endswith(s[:n]))
-        held = stops.held_back(text, held + len(piece))  # as much as the new characters can add
-        assert held == stops.held_back(text, len(text)) == expected
+        held = stops.find_partial_stop_length(text, held + len(piece))  # as much as the new characters can add
+        assert held == stops.find_partial_stop_length(text, len(text)) == expected
 
 
 class CountedText(str):

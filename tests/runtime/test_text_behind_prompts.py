@@ -10,7 +10,7 @@ from itertools import takewhile
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 
-from specexport_runtime.requests.text import TextStream, text_behind
+from specexport_runtime.requests.text import TextStream, decode_continuation
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases import chance
 from tests.support.models.tokenizers import byte_level, llama_like, metaspace, sentencepiece, wordpiece
@@ -138,7 +138,7 @@ def test_the_text_is_what_the_whole_has_more_than_the_prompt(kind):
         if count is None:
             assert echo == whole_text(tokenizer, [*prompt, *ids], params, hidden), case
             if not params.skip_special_tokens:
-                assert text_behind(tokenizer, prompt, ids) == wanted
+                assert decode_continuation(tokenizer, prompt, ids) == wanted
 
 
 @pytest.mark.parametrize("make", [llama_like, metaspace])

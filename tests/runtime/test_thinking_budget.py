@@ -65,7 +65,7 @@ def test_the_end_alone_is_allowed_where_the_budget_is_used_up(count, begin, widt
 
 
 def plain_text(target, prompt, length, count):
-    """The likeliest tokens one by one; behind ``count`` of them the end, if it did not come."""
+    """The likeliest tokens one by one; after ``count`` of them the end, if it did not come."""
     tokens = list(prompt)
     for place in range(length):
         forced = place == count and END not in tokens[len(prompt) :]
@@ -87,7 +87,7 @@ def test_greedy_texts_are_those_of_plain_decoding(drafter, count):
 
 
 def test_rounds_before_the_end_are_those_of_any_request(monkeypatch):
-    """Up to there no mask is made, and behind it none: the request is sampled as one without a budget."""
+    """Up to there no mask is made, and after it none: the request is sampled as one without a budget."""
     count, asked, allowed, most = 14, [], BudgetRules.allowed, SamplingParams(max_tokens=50)
     free = make_sequence(0, [3], most)
     run(make_decoder(make_target(), None, 0), [free])
@@ -110,7 +110,7 @@ def test_rounds_before_the_end_are_those_of_any_request(monkeypatch):
 @pytest.mark.parametrize("acceptance", ["token", "block"])
 @pytest.mark.parametrize(("count", "begin", "lookahead"), [(0, None, 2), (1, None, 2), (1, 1, 2), (2, None, 1)])
 def test_sampled_texts_follow_the_target_given_the_end(count, begin, lookahead, acceptance):
-    """In the last case masks come only behind a round without one."""
+    """In the last case masks come only after a round without one."""
     target, params = small_model(), SamplingParams(temperature=1.0, max_tokens=4)
     make = lambda _=0: rules_of(count, begin, vocab=SMALL, most=lookahead)  # noqa: E731
     plan = (DraftStage("draft-model", lookahead),)

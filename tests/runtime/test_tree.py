@@ -28,7 +28,7 @@ def whole_distribution(monkeypatch):
 
 
 # A shape says what the children of each node are: "d" one that is drawn, "t" the likeliest token of the draft that is
-# no elder sibling (it depends on them), "0" to "2" that token; behind each its own children.
+# no elder sibling (it depends on them), "0" to "2" that token; after each its own children.
 SHAPES = {
     "plain": [],
     "chain": [("d", [("d", [("d", [])])])],

@@ -75,7 +75,7 @@ def test_a_trace_tells_the_path(decoded):
             assert [nodes[place] for place in path] == list(each.emitted[: each.accepted])
             assert (each.on_chain, each.num_tested) == (event.on_chain, event.drafted)
             if len(each.emitted) > each.accepted and each.drafted:
-                assert each.passed_whole == event.is_bonus
+                assert each.is_fully_accepted == event.is_bonus
         accepted = sum(each.own[1] for each in seq.trace)
         assert accepted == seq.stats.accepted - seq.stats.accepted_branches
         assert json.loads(json.dumps([each.to_json() for each in seq.trace]))
@@ -96,7 +96,7 @@ def test_a_trace_tells_the_path(decoded):
 )
 def test_a_round_in_words(trace, words, own, whole):
     assert words in trace.describe()
-    assert (trace.own, trace.passed_whole) == (own, whole)
+    assert (trace.own, trace.is_fully_accepted) == (own, whole)
     data = trace.to_json()
     assert data["branches"] == [list(each) for each in trace.branches]
     assert data["path"] == (None if trace.path is None else list(trace.path))

@@ -29,13 +29,13 @@ KILLERS = {
     "time": {"$defs": {"r": LOOPS}, **LOOP},
     "time for a token": {"type": "object", "properties": {"a": LOOP}, "required": ["a"], "$defs": {"r": LOOPS}},
     "memory": {"allOf": PATTERNS},
-    "memory for what is behind a text": {"type": "object", "properties": {"a": {"allOf": PATTERNS}}, "required": ["a"]},
+    "memory for what is after a text": {"type": "object", "properties": {"a": {"allOf": PATTERNS}}, "required": ["a"]},
 }
 KILLED_BY = {
     "time": r"2 seconds of work\.",
     "time for a token": r"0.1 seconds of work for a token\.",
     "memory": r"(2 seconds of work|256 MB of memory)\.",
-    "memory for what is behind a text": r"(2 seconds of work|256 MB of memory)\.",
+    "memory for what is after a text": r"(2 seconds of work|256 MB of memory)\.",
 }
 HONEST = {
     "patterns of many texts": {"properties": {str(i): each for i, each in enumerate(PATTERNS)}},
@@ -95,7 +95,7 @@ def test_depth_ends_the_process_alone(compiler):
     """Beyond what a request may have."""
     compiler.compile(SMALL)
     rules = "".join(f'T{i}: "a" T{i + 1}\n' for i in range(100_000))
-    assert "depth of its parts" in compiler._trial.fault_of(f'start: T0\n{rules}T100000: "b"')
+    assert "depth of its parts" in compiler._trial.find_fault(f'start: T0\n{rules}T100000: "b"')
 
 
 @pytest.mark.parametrize("case", HONEST)

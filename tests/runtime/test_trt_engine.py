@@ -110,7 +110,7 @@ def test_a_package_that_is_not_installed_or_unknown_is_named(monkeypatch, tmp_pa
         load_engine(tmp_path / "absent", file_for("abacus"), "NVIDIA L4")
     with pytest.raises(errors.MissingDependencyError, match=f"{builder} is not installed") as caught:
         load_engine(tmp_path / "absent", file_for(builder), "NVIDIA L4")
-    assert caught.value.hint == errors.pip_install(builder)
+    assert caught.value.hint == errors.make_install_hint(builder)
 
 
 class StandIn:

@@ -172,7 +172,7 @@ def test_an_executor_of_few_rows_records_and_holds_only_what_they_need(tmp_path,
 
 
 def test_what_padding_writes(tmp_path, entry):
-    """Our plugin skips padding; TensorRT's own attention writes it behind what a row holds."""
+    """Our plugin skips padding; TensorRT's own attention writes it after what a row holds."""
     executor, gpu, _ = open_one(tmp_path, entry)
     runner = ModelRunner(executor)
     address = next(address for _, address in executor._parts.kv.addresses(0))
@@ -411,7 +411,7 @@ def test_cache_entries_are_read_as_float32(tmp_path, dtype):
     stored = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else values.astype(dtype)
     gpu.synchronize()  # the arena was still to be cleared
     gpu.bytes(address, cache.row_bytes)[:] = stored.view(np.uint8)
-    found = executor.cache_entries(row, 3, 8)
+    found = executor.read_cache_entries(row, 3, 8)
     assert list(found) == [f"{kind}_cache.{layer}" for layer in range(len(LAYERS)) for kind in "kv"]
     expected = values.reshape(cache.shape)[:, 3:8]
     assert found[cache.name].dtype == np.float32

@@ -37,7 +37,9 @@ class Use(NamedTuple):
 
 def uses(*, of_rtx: bool) -> list[Use]:
     found: set[Use] = set()
-    left_out = {"odd_tensors"} if of_rtx else {"odd_tensors", "RtxKernels"}  # the first takes an engine of ours
+    left_out = (
+        {"list_mismatched_tensors"} if of_rtx else {"list_mismatched_tensors", "RtxKernels"}
+    )  # the first takes an engine of ours
     kept = [x for x in ast.parse(inspect.getsource(trt_engine)).body if getattr(x, "name", None) not in left_out]
     nodes = [node for part in kept for node in ast.walk(part)]
     calls = {node.func: [*node.args, *node.keywords] for node in nodes if isinstance(node, ast.Call)}

@@ -13,7 +13,7 @@ import pytest
 from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
 from specexport.lowering import trt_native
 from specexport.lowering.common import step_inputs
-from specexport.trace.check import reference_logits
+from specexport.trace.check import compute_reference_logits
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.requests.request import Request
@@ -61,7 +61,7 @@ def open_model(name: str, role: str, folder: Path, folds: bool) -> tuple[Any, Gr
 
 def is_greedy(name: str, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
     """Every generated token is the one that eager transformers finds most likely after those before it."""
-    (logits,) = reference_logits(make_checkpoint(trace(name, "float32").model), [[*prompt, *tokens]])
+    (logits,) = compute_reference_logits(make_checkpoint(trace(name, "float32").model), [[*prompt, *tokens]])
     return logits[len(prompt) - 1 : -1].argmax(1).tolist() == list(tokens)
 
 

@@ -119,7 +119,7 @@ def test_a_priority_is_refused_unless_the_server_has_them(stepper, path):
 
 
 def test_a_lower_priority_number_goes_first(post):
-    """It takes the one row from the one that runs, which goes on behind those of its own number."""
+    """It takes the one row from the one that runs, which goes on after those of its own number."""
     made = Stepper(ServerConfig(model_name="fake", scheduling_policy="priority", max_waiting=9))
     with made.served as served:
         wires, ended = {}, []
@@ -137,7 +137,7 @@ def test_a_lower_priority_number_goes_first(post):
             made.allow(60 if name == "long" else 3)
             assert wires[name].reply().status == 200
             ended.append(name)
-            if name != "long":  # the rounds that it was let have may last for what comes behind it
+            if name != "long":  # the rounds that it was let have may last for what comes after it
                 assert served.engine.num_active == 4 - len(ended)
         made.finish()
 

@@ -10,7 +10,7 @@ import pytest
 
 from specexport_runtime.server import completions, connection
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.listener import allow_open_files, bind, url_of
+from specexport_runtime.server.listener import bind, format_url, raise_open_file_limit
 from tests.support.cases import patience
 from tests.support.cases.patience import wait_until
 from tests.support.servers.serving import Served, fake_engine
@@ -283,9 +283,9 @@ def test_as_many_files_as_connections_need():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-        allow_open_files(300)
+        raise_open_file_limit(300)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
-        allow_open_files(200)
+        raise_open_file_limit(200)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -299,7 +299,7 @@ def test_it_listens_where_it_says(host, url):
     except OSError as error:
         pytest.skip(f"this machine has no {host}: {error}")
     with bind(config) as listener:
-        assert url_of(listener, config).startswith(url)
+        assert format_url(listener, config).startswith(url)
         assert listener.getsockname()[0] == {"localhost": "127.0.0.1"}.get(host, host)
 
 

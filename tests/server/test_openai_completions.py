@@ -4,7 +4,7 @@ import pytest
 
 from specexport_runtime.requests.records import Share
 from specexport_runtime.requests.stats import RequestStats
-from specexport_runtime.server.answer_format import usage_of
+from specexport_runtime.server.answer_format import build_usage
 from specexport_runtime.server.answer_schema import SpeculativeUsage
 from tests.support.servers.openai_help import alone, client_of
 
@@ -123,7 +123,7 @@ def test_usage_of_drafters_is_that_of_all_choices():
     stats[0].record_round(3, 3, 4, shares=[Share("draft-model", 3, 3)])
     stats[1].record_round(5, 1, 2, shares=[Share("suffix", 5, 1, 3, 0)])
     stats[1].record_round(0, 0, 1)
-    usage = usage_of(7, stats)["speculative"]
+    usage = build_usage(7, stats)["speculative"]
     assert usage["drafters"] == {
         "suffix": {"rounds": 2, "drafted": 9, "accepted": 3, "branches": 4, "accepted_branches": 1},
         "draft-model": {"rounds": 1, "drafted": 3, "accepted": 3, "branches": 0, "accepted_branches": 0},

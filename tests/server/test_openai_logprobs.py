@@ -96,7 +96,7 @@ def test_an_echo_has_the_scores_of_its_prompt(demo_served, max_tokens):
         assert choice.logprobs.tokens == [names[token].text for token in ids + whole.token_ids[:max_tokens]]
         first, *others = choice.logprobs.token_logprobs
         assert first is None
-        assert others == [entry.logprob for entry in entries]  # whoever else is in a step, and the draft behind it
+        assert others == [entry.logprob for entry in entries]  # whoever else is in a step, and the draft after it
         assert choice.logprobs.top_logprobs[0] is None
         assert all(len(top) in (1, 2) for top in choice.logprobs.top_logprobs[1:])
     assert answer.usage.completion_tokens == 2 * max_tokens

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.conversation import _called
+from specexport_runtime.server.conversation import _read_tool_call
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.parsing import parse_body
 from specexport_runtime.server.protocol import CalledFunction, ChatRequest, CompletionRequest, ToolCall
@@ -247,7 +247,7 @@ def test_depth_is_refused_whatever_the_recursion_limit():
                     parse_body(b'{"prompt": "w1", "metadata": ' + deep + b"}", CompletionRequest)
                 call = CalledFunction(name="f", arguments='{"a": ' + deep.decode() + "}")
                 with pytest.raises(ApiError, match="nested too deeply"):
-                    _called(ToolCall(id="1", type="function", function=call), "x")
+                    _read_tool_call(ToolCall(id="1", type="function", function=call), "x")
     finally:
         sys.setrecursionlimit(limit)
 

@@ -109,7 +109,7 @@ def check_stream(client, answer, whole, **more):
 def test_items_whole_and_streamed(clients, name, answer, wanted):
     client, more = clients(name), {"tools": [] if name == "plain" else TOOLS}
     if name == "thinks in text" or BROKEN in answer:
-        more["tools"] = TOOLS[1:]  # strict calls are well-formed, and cannot begin behind a thinking that no token ends
+        more["tools"] = TOOLS[1:]  # strict calls are well-formed, and cannot begin after a thinking that no token ends
     whole = create(client, answer, **more)
     assert (items_of(whole), whole.status) == (wanted, "completed")
     assert whole.output_text == "".join(item[1] for item in wanted if item[0] == "message")

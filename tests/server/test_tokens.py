@@ -4,7 +4,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from specexport_runtime.requests.token_bytes import ids_of, longest_token, text_of
+from specexport_runtime.requests.token_bytes import compute_max_token_length, decode_ids, ids_of
 from specexport_runtime.server import prompt_tokens
 
 TEXT = "def add(a, b):\n    return a + b\n"
@@ -30,7 +30,7 @@ def test_a_prompt_and_back(demo_served):
 def test_what_cannot_fit_is_refused_before_anything_is_made_of_it(demo_served, monkeypatch):
     """By its characters, where every byte of a text is in a token; nothing that fits is."""
     engine = demo_served.engine.engine
-    longest = longest_token(engine.tokenizer)
+    longest = compute_max_token_length(engine.tokenizer)
     assert longest == max(map(len, engine.tokenizer.get_vocab()))
     too_many = {"tokens": [5] * (engine.max_model_len + 1)}
     assert post(demo_served, "/detokenize", **too_many)[1]["error"]["code"] == "context_length_exceeded"
@@ -59,10 +59,10 @@ def test_what_cannot_fit_is_refused_before_anything_is_made_of_it(demo_served, m
 def test_texts_of_any_length_may_fit_where_something_is_left_out(demo_served, change, value):
     tokenizer = Tokenizer.from_str(demo_served.engine.engine.tokenizer.to_str())
     tokenizer.normalizer = normalizers.NFC()
-    assert longest_token(tokenizer) == 4 * longest_token(demo_served.engine.engine.tokenizer)
+    assert compute_max_token_length(tokenizer) == 4 * compute_max_token_length(demo_served.engine.engine.tokenizer)
     changed = Tokenizer.from_str(tokenizer.to_str())
     setattr(changed, change, value)
-    assert longest_token(changed) is None
+    assert compute_max_token_length(changed) is None
 
 
 def test_long_texts_are_batches_of_one(demo_served):
@@ -79,7 +79,7 @@ def test_long_texts_are_batches_of_one(demo_served):
     text, tokenizer = "x = 1 " * 1000, Noted()
     ids = ids_of(tokenizer, text, add_special_tokens=True)
     assert ids == demo_served.engine.engine.tokenizer.encode(text).ids
-    assert text_of(tokenizer, ids, skip_special_tokens=False) == text
+    assert decode_ids(tokenizer, ids, skip_special_tokens=False) == text
     assert tokenizer.asked == ["encode_batch_fast", "decode_batch"]
 
 

@@ -118,14 +118,14 @@ def test_a_generation_by_hand():
     In rounds 1 and 2 they advance by 4 and 1: 3 slots of padding each. Then the first is done, the second runs 6 rounds
     alone. A row of a round reads its cache and the step's 4 slots.
     """
-    found = model.generate(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 8, 0, np.random.default_rng(0))
+    found = model.simulate_batches(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 8, 0, np.random.default_rng(0))
     padded = 2 * (0 + 4) + 2 * (4 + 4) + sum(length + 4 for length in range(8, 14))
     own = 2 * (0 + 4) + (4 + 4) + (1 + 4) + sum(length + 4 for length in range(2, 8))
     assert found[:, 0].tolist() == [8, 2 + 8, 3 + 3, padded, own]
-    longer_prompt = model.generate(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 8, 100, np.random.default_rng(0))
+    longer_prompt = model.simulate_batches(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 8, 100, np.random.default_rng(0))
     assert longer_prompt[:, 0].tolist() == [8, 10, 6, padded + 1000, own + 1000]
     # With 5 tokens each the first has one token left in round 2, and needs no more than the second: no padding there.
-    shorter = model.generate(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 5, 0, np.random.default_rng(0))
+    shorter = model.simulate_batches(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 5, 0, np.random.default_rng(0))
     assert shorter[:3, 0].tolist() == [5, 2 + 5, 3]
     alone = model.simulate_generations(Drafts(0.6, 4, concentration=2.0), 1, max_new_tokens=30, samples=50, seed=0)
     assert (alone["ratio"], alone["idle"], alone["cache_slots"]) == ((0.0, 0.0), (0.0, 0.0), (1.0, 0.0))

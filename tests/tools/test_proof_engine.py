@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport.trace.check import reference_logits
+from specexport.trace.check import compute_reference_logits
 from tests.gpu.conftest import Rows
 from tests.gpu.test_loop import report_texts
 from tests.support.references.engine_harness import make_checkpoint
@@ -65,7 +65,7 @@ def eager(checkpoints: Path) -> Any:
 
 def require_greedy(eager: Any, prompt: list[int], tokens: list[int]) -> None:
     """Each token is eager transformers' best one, and ahead of all others by more than float16 can hide."""
-    (logits,) = reference_logits(eager, [[*prompt, *tokens]])
+    (logits,) = compute_reference_logits(eager, [[*prompt, *tokens]])
     rows = logits[len(prompt) - 1 : -1]
     assert rows.argmax(1).tolist() == tokens
     second, best = np.partition(rows, -2, axis=1)[:, -2:].T
@@ -136,7 +136,7 @@ def test_the_kept_texts_are_eager_transformers(model: str, checkpoints: Path) ->
     target, _ = ensure_pair(checkpoints, model, decisive=False)
     kept = texts.read_texts(model)
     assert [text.prompt for text in kept] == texts.prompts_of(model)
-    rows = reference_logits(load_float32(target), [[*text.prompt, *text.tokens] for text in kept])
+    rows = compute_reference_logits(load_float32(target), [[*text.prompt, *text.tokens] for text in kept])
     for text, logits in zip(kept, rows, strict=True):
         chosen = logits[len(text.prompt) - 1 : -1]
         best = chosen[np.arange(len(text.tokens)), text.tokens]

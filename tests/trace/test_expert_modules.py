@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from specexport.trace.experts import answered_experts
+from specexport.trace.experts import replace_expert_forwards
 from tests.support.models.tiny_models import BASE, GROUPED, make_model
 
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
@@ -36,7 +36,7 @@ def test_the_model_is_the_same(name: str, grouped: bool) -> None:
     model, ids = make_model(*MODELS[name]), torch.arange(3, 40)[None]
     with torch.no_grad():
         wanted = model(input_ids=ids, use_cache=False).logits
-        with answered_experts(model, grouped=grouped):
+        with replace_expert_forwards(model, grouped=grouped):
             assert sum("forward" in vars(module) for module in model.modules()) == 2
             torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, wanted, atol=1e-5, rtol=1e-5)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -45,11 +45,11 @@ def test_the_model_is_the_same(name: str, grouped: bool) -> None:
 def test_another_activation_is_left_alone() -> None:
     classes, config = MODELS["llama4"]
     model = make_model(classes, config | {"hidden_act": "gelu"})
-    with answered_experts(model, grouped=True):
+    with replace_expert_forwards(model, grouped=True):
         assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_base_models_have_none() -> None:
     model = make_model("Llama", BASE)
-    with answered_experts(model, grouped=True):
+    with replace_expert_forwards(model, grouped=True):
         assert not any("forward" in vars(module) for module in model.modules())

@@ -7,7 +7,7 @@ import torch
 
 from specexport.ops.spec import EACH
 from specexport.trace import experts
-from specexport.trace.experts import Gating, gating_of, traceable_experts
+from specexport.trace.experts import Gating, find_gating, make_experts_traceable
 from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS, make_model
 from tests.support.models.tiny_traces import tiny_model
 
@@ -24,14 +24,14 @@ def expert_modules(model: Any) -> list[Any]:
 def test_gates_are_found_by_what_they_compute(name: str) -> None:
     modules = expert_modules(tiny_model(name))
     clamped = Gating(interleaved=1, alpha=1.702, beta=1.0, limit=7.0)
-    assert [gating_of(module) for module in modules] == [clamped if name == "gpt_oss" else SWIGLU] * LAYERS[name]
+    assert [find_gating(module) for module in modules] == [clamped if name == "gpt_oss" else SWIGLU] * LAYERS[name]
 
 
 def test_a_changed_gate_is_not_taken_for_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(*ARCHITECTURES["qwen3_moe"])
     module = expert_modules(model)[0]
     own = type(module)._apply_gate
-    assert gating_of(module) == SWIGLU
+    assert find_gating(module) == SWIGLU
     for other in (
         lambda self, x: own(self, x) * 1.001,
         lambda self, x: own(self, x.clamp(max=30.0)),  # a limit that no number of the module tells
@@ -39,8 +39,8 @@ def test_a_changed_gate_is_not_taken_for_the_usual_one(monkeypatch: pytest.Monke
         lambda self, x: torch.nn.functional.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     ):
         monkeypatch.setattr(type(module), "_apply_gate", other)
-        assert gating_of(module) is None
-        with traceable_experts(model, grouped=True):
+        assert find_gating(module) is None
+        with make_experts_traceable(model, grouped=True):
             assert set(experts._gatings[-1].values()) == {None}, "they stay in a batch"
 
 
@@ -49,4 +49,4 @@ def test_experts_without_gates_are_squared_or_stay_batched(activation: str, squa
     classes, config = HYBRIDS["nemotron_h"]
     model = make_model(classes, config | {"mlp_hidden_act": activation})
     wanted = Gating(interleaved=EACH, alpha=1e6, beta=0.0, limit=0.0) if squared else None
-    assert [gating_of(module) for module in expert_modules(model)] == [wanted]
+    assert [find_gating(module) for module in expert_modules(model)] == [wanted]

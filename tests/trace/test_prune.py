@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport.trace.check import reference_logits
+from specexport.trace.check import compute_reference_logits
 from specexport.trace.geometry import probe_layers
 from specexport.trace.prune import choose_layers, drop_layers
 from specexport_runtime.errors import UnsupportedModelError
@@ -56,12 +56,12 @@ def test_what_stays_is_the_model_that_has_these_layers_only(name: str) -> None:
             weights[f"{place[0]}.{KEPT.index(place[1])}.{place[2]}"] = value
     small.load_state_dict(weights)
     tokens = [ids.tolist() for ids in PIECES]
-    wanted, calls = reference_logits(make_checkpoint(small), tokens), probe_layers(small)
+    wanted, calls = compute_reference_logits(make_checkpoint(small), tokens), probe_layers(small)
 
     checkpoint = make_checkpoint(model)
-    before = reference_logits(checkpoint, tokens)
+    before = compute_reference_logits(checkpoint, tokens)
     drop_layers(checkpoint, DROPPED)
-    found = reference_logits(checkpoint, tokens)
+    found = compute_reference_logits(checkpoint, tokens)
     assert max(np.abs(a - b).max() for a, b in zip(found, before, strict=True)) > 0.1
     assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert probe_layers(model) == calls
@@ -82,13 +82,13 @@ def layered(scales: dict[int, float]) -> Any:
 def test_layers_that_do_nothing_go_first_and_change_nothing() -> None:
     checkpoint = make_checkpoint(layered({1: 0.0, 2: 0.2, 3: 0.0}))
     tokens = [ids.tolist() for ids in PIECES]
-    before = reference_logits(checkpoint, tokens)
+    before = compute_reference_logits(checkpoint, tokens)
     chosen = choose_layers(checkpoint, 3, PIECES)
     assert [layer for layer, _ in chosen] == [1, 3, 2]
     assert [similarity for _, similarity in chosen[:2]] == [1.0, 1.0]
     assert chosen[2][1] < 1.0
     drop_layers(checkpoint, [1, 3])
-    assert all(np.array_equal(a, b) for a, b in zip(reference_logits(checkpoint, tokens), before, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(compute_reference_logits(checkpoint, tokens), before, strict=True))
 
 
 def test_a_layer_is_measured_with_those_before_it_gone() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from specexport.ops import UNPADDED_ATTENTION
 from specexport.passes.base import attention_nodes
-from specexport.trace.check import check_packed, reference_logits, trace_checkpoint
+from specexport.trace.check import check_packed, compute_reference_logits, trace_checkpoint
 from specexport.trace.geometry import probe_layers
 from specexport.trace.quirks import logit_rows
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry
@@ -54,10 +54,10 @@ def test_latent_attention_has_keys_and_values_of_unequal_size() -> None:
 def test_the_model_is_given_back_as_it_was() -> None:
     model = make_model(*ARCHITECTURES["qwen3_moe"])
     before = (model.config._attn_implementation, model.config._experts_implementation)
-    logits = reference_logits(make_checkpoint(model), [[3, 4, 5]])
+    logits = compute_reference_logits(make_checkpoint(model), [[3, 4, 5]])
     trace_checkpoint(make_checkpoint(model))
     assert (model.config._attn_implementation, model.config._experts_implementation) == before
-    assert (reference_logits(make_checkpoint(model), [[3, 4, 5]])[0] == logits[0]).all()
+    assert (compute_reference_logits(make_checkpoint(model), [[3, 4, 5]])[0] == logits[0]).all()
 
 
 @pytest.mark.exports  # the masks that it is made of are no part of a model

@@ -14,7 +14,7 @@ from specexport.checkpoint.load import load_checkpoint
 from specexport.compile.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport.train import pruned, run
-from specexport.train.lm_head import LmHead, compare, wide_divergence
+from specexport.train.lm_head import LmHead, chunked_cross_entropy, compare_distributions
 from specexport.train.loop import Trainer
 from specexport.train.options import TrainOptions
 from specexport.train.pruned import Choice, PrunedPlan, likely_choices, measure_choices
@@ -189,7 +189,7 @@ def test_the_loss_in_pieces_is_the_loss_at_once(monkeypatch: pytest.MonkeyPatch)
     for held in (1 << 25, 40 * 5):
         monkeypatch.setattr(lm_head, "HELD_LOGITS", held)
         given = hidden.clone().requires_grad_()
-        loss = 2 * wide_divergence(given, wanted, read, 40)
+        loss = 2 * chunked_cross_entropy(given, wanted, read, 40)
         loss.backward()
         grads.append(given.grad)
         losses.append(loss.detach())
@@ -200,7 +200,7 @@ def test_the_loss_in_pieces_is_the_loss_at_once(monkeypatch: pytest.MonkeyPatch)
     for grad, loss in zip(grads, losses, strict=True):
         torch.testing.assert_close(loss, whole.detach())
         torch.testing.assert_close(grad, given.grad)
-    found = compare(hidden, wanted, read, 40)
+    found = compare_distributions(hidden, wanted, read, 40)
     q = read(hidden).softmax(-1)
     torch.testing.assert_close(found.overlap, torch.minimum(p, q).sum(-1))
     torch.testing.assert_close(2 * found.loss.mean(), whole.detach())

@@ -21,7 +21,7 @@ from specexport.train import run, store
 from specexport.train.options import TrainOptions
 from specexport.train.run import train_draft
 from specexport.train.store import FeatureStore
-from specexport.train.work import LOCK_NAME, Paused, locked
+from specexport.train.work import LOCK_NAME, Paused, lock_folder
 from specexport_runtime.errors import InvalidRequestError, UserInputError
 from tests.support.models.tiny_models import make_llama, save_checkpoint
 from tests.support.models.training import LAYERS, options
@@ -134,7 +134,7 @@ def test_a_killed_run_goes_on_with_the_same_curve(
     assert [point["batch"] for point in resumed.curve] == [4, 8, 12]
     check_same(tmp_path / "cut", whole)
     assert any(note.startswith("write 40 of") for note in notes) == (place == "texts")
-    assert any("goes on behind" in note for note in notes) == (place in ("batch", "state", "draft"))
+    assert any("goes on after" in note for note in notes) == (place in ("batch", "state", "draft"))
 
 
 @pytest.mark.bundle
@@ -223,7 +223,10 @@ def test_a_work_folder_that_does_not_fit_is_told(whole, target, prompts, bundle,
     for work in (file, file / "below"):
         with pytest.raises(InvalidRequestError, match=r"cannot be a work folder \(.*\)"):
             train_draft(options(target, prompts, bundle, tmp_path / "out", work=work))
-    with locked(tmp_path / "used"), pytest.raises(InvalidRequestError, match=rf"process {os.getpid()} is training in"):
+    with (
+        lock_folder(tmp_path / "used"),
+        pytest.raises(InvalidRequestError, match=rf"process {os.getpid()} is training in"),
+    ):
         train_draft(options(target, prompts, bundle, tmp_path / "out", work=tmp_path / "used"))
     assert not (tmp_path / "used").exists()
 

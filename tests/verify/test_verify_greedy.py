@@ -2,7 +2,13 @@
 
 import pytest
 
-from specexport.verify.greedy import ScriptedDrafter, check_greedy, compare_outputs, explain, logits_one_at_a_time
+from specexport.verify.greedy import (
+    ScriptedDrafter,
+    check_greedy,
+    compare_outputs,
+    explain_difference,
+    logits_one_at_a_time,
+)
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.requests.request import Request
@@ -92,10 +98,10 @@ def test_a_near_tie_is_explained_where_bits_may_differ():
 def test_what_explains_a_difference(above, options, shortfall, explained):
     logits = make_executor().logits_after([1]).copy()
     logits[2] = logits[3] = logits.max() + above
-    found = explain(logits, (2, 3), **options)
+    found = explain_difference(logits, (2, 3), **options)
     assert (found["gap"], found["shortfall"], found["explained"]) == (0, pytest.approx(shortfall), explained)
     logits[5] = float("nan")
-    assert not explain(logits, (2, 3), **options)["explained"]
+    assert not explain_difference(logits, (2, 3), **options)["explained"]
 
 
 def test_a_real_difference_fails_and_says_where():

@@ -85,7 +85,7 @@ def test_a_right_engine_passes_in_every_company():
     assert result.max_relative == 0.0
     assert [case.name for case in result.cases] == [
         *(f"{width} at a time" for width in (2, 3, 4, 5)),
-        "5 at a time behind pieces of 7",
+        "5 at a time after pieces of 7",
         "1 at a time beside 3 other rows",
         "5 at a time beside 3 other rows",
     ]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from specexport.verify.goodness_of_fit import judge
-from specexport.verify.logit_tree import IMPOSSIBLE, LogitTree, Partition, conditional
+from specexport.verify.goodness_of_fit import assess_outcomes
+from specexport.verify.logit_tree import IMPOSSIBLE, LogitTree, Partition, make_conditional
 from specexport.verify.sampling import FAMILY_ALPHA, SETTINGS, accept_everything, check_sampling, draw_outcome
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.accept import Verdict, accept_sampled
@@ -140,7 +140,7 @@ def test_the_tree_gives_the_logits_of_every_path():
 def exact_tree(params):
     executor = make_executor()
     context = [1, 2]
-    return conditional(LogitTree(executor, context), Sampler(params, context, VOCAB))
+    return make_conditional(LogitTree(executor, context), Sampler(params, context, VOCAB))
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
@@ -172,7 +172,7 @@ def test_one_impossible_outcome_fails():
     partition = Partition(lambda path: HostDistribution(None, np.array([0.5, 0.5, 0.0])), 1, 100)
     right = [(0,), (1,)] * 500
     for outcomes, passed in ((right, True), ([*right, (2,)], False)):
-        assert judge("engine", "x", 0, partition, outcomes, 1, 1e-6).passed == passed
+        assert assess_outcomes("engine", "x", 0, partition, outcomes, 1, 1e-6).passed == passed
 
 
 def test_outcomes_use_the_random_numbers_of_the_engine():

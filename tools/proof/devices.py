@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.gpu import ALIGNMENT, ByteArray, GpuInfo, out_of_memory
+from specexport_runtime.executors.gpu import ALIGNMENT, ByteArray, GpuInfo, make_out_of_memory_error
 from specexport_runtime.executors.row_kernels import ARGUMENTS, CONSTANTS
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class HostGpu:
     def allocate(self, num_bytes: int, what: str) -> int:
         """See ``GpuDriver.allocate``."""
         if self._used + num_bytes > self._total:
-            raise out_of_memory(what, num_bytes, self.info())
+            raise make_out_of_memory_error(what, num_bytes, self.info())
         return int(self.allocate_host(num_bytes).ctypes.data)
 
     def free(self, address: int) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from specexport.kernels.launch import architecture, launch
+from specexport.kernels.launch import launch, read_capability
 from specexport.kernels.spec import KernelSpec
 from specexport.kernels.tuning import TileConfig
 from specexport.plugin.naming import plugin_spec
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def find_plugin(op: str) -> KernelSpec | None:
-    """The kernel behind an operator's name; None if it is no plugin of ours."""
+    """The kernel after an operator's name; None if it is no plugin of ours."""
     try:
         return plugin_spec(op)
     except CheckFailedError:
@@ -52,5 +52,5 @@ def run_plugin(spec: KernelSpec, inputs: "list[Tensor]", new_tokens: int) -> "li
         shape = [sizes[word] if isinstance(word, str) else word for word in item.shape]
         dtype = torch.float32 if item.dtype == "float32" else getattr(torch, spec.dtype)
         given[item.name] = first.new_empty(shape, dtype=dtype)
-    launch(spec, given, embedded_tiles(spec, architecture(first), new_tokens))
+    launch(spec, given, embedded_tiles(spec, read_capability(first), new_tokens))
     return [given[item.name].squeeze(1) if item.aliases else given[item.name] for item in signature.outputs]

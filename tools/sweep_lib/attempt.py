@@ -119,7 +119,7 @@ def _make(name: str, folder: Path) -> None:
 
 def _compare(checkpoint: Any, bundle: Path) -> float:
     """Largest difference of logits, in parts of the largest logit, in rounds of every width with some right drafts."""
-    from specexport.trace.check import reference_logits
+    from specexport.trace.check import compute_reference_logits
     from specexport_runtime.bundle.manifest import load_manifest
     from specexport_runtime.executors.ort import OrtExecutor
     from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
@@ -127,7 +127,7 @@ def _compare(checkpoint: Any, bundle: Path) -> float:
     entry = load_manifest(bundle).models["target"]
     random = np.random.default_rng(7)
     sequences = [random.integers(3, 256, length).tolist() for length in _LENGTHS]
-    expected = reference_logits(checkpoint, sequences)
+    expected = compute_reference_logits(checkpoint, sequences)
     largest = max(float(np.abs(logits).max()) for logits in expected)
     executor = OrtExecutor(
         bundle / entry.engine.path, entry, num_rows=3, kv_capacity=64, num_threads=1, spin=False, lookahead=LOOKAHEAD

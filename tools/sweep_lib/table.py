@@ -25,7 +25,7 @@ _HEAD = """\
 <!-- Written by `python tools/architecture_sweep.py --table`; a test holds the names to the installed transformers. -->
 
 transformers {version} has {count} architectures for causal language models. A tiny random model of each was built for
-`ort-cpu`. *Works*: logits of ragged steps of 1 to {widest} tokens, behind rollbacks, differ from eager transformers by
+`ort-cpu`. *Works*: logits of ragged steps of 1 to {widest} tokens, after rollbacks, differ from eager transformers by
 at most {tolerance:.0e} of the largest logit, and drafts do not change greedy texts.
 [`verify`](lossless.md#what-verify-proves) tests a published model.
 

@@ -19,18 +19,18 @@ def compare_traces(name: str) -> tuple[str | None, bool]:
 
 def compare_model(checkpoint: Any) -> tuple[str | None, bool]:
     """The same of a model in memory."""
-    from specexport.checkpoint.lengths import hold_length
+    from specexport.checkpoint.lengths import freeze_length
     from specexport.trace.check import check_packed, trace_checkpoint
-    from specexport.trace.experts import traceable_experts
+    from specexport.trace.experts import make_experts_traceable
     from specexport.trace.export import trace_model
     from specexport.trace.geometry import probe_layers
 
     model = checkpoint.model
-    hold_length(checkpoint, 128)
+    freeze_length(checkpoint, 128)
     found = trace_checkpoint(checkpoint)
     if found.whole is not None:
         return found.whole, True
-    with traceable_experts(model, grouped=False):
+    with make_experts_traceable(model, grouped=False):
         calls = probe_layers(model)
         kinds = check_packed(model, calls)
         assert not isinstance(kinds, str)  # noqa: S101

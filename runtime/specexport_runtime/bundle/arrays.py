@@ -39,7 +39,7 @@ class CutHead(NamedTuple):
     ids: npt.NDArray[np.int32]  # [N], ascending: the token id of each row
     vocab_size: int  # V, the ids that the model can be fed
 
-    def below(self, vocab_size: int) -> "CutHead":
+    def truncate_vocabulary(self, vocab_size: int) -> "CutHead":
         """The head without the ids from ``vocab_size`` on: its first rows, for they ascend."""
         return CutHead(self.ids[: self.ids.searchsorted(vocab_size)], min(self.vocab_size, vocab_size))
 
@@ -56,13 +56,13 @@ def load_cut_head(folder: Path, entry: ModelEntry) -> CutHead | None:
         return None
     path = folder / entry.cut_lm_head.ids_path
     ids = read_array(path)
-    problem = _problem(ids, entry)
+    problem = _find_problem(ids, entry)
     if problem is not None:
         raise BundleError(f"{path}: {problem}.", REBUILD)
     return CutHead(ids, entry.vocab_size)
 
 
-def _problem(ids: object, entry: ModelEntry) -> str | None:
+def _find_problem(ids: object, entry: ModelEntry) -> str | None:
     if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
         return "it holds no int32 token ids"
     if len(ids) != entry.lm_head_rows:
@@ -126,13 +126,13 @@ def _load_tables(folder: Path, model: ModelEntry, entry: CorrectionEntry) -> Cor
         arrays[path.stem] = table = read_array(path, in_place=True)
         if not isinstance(table, np.ndarray) or table.dtype != np.float32:
             raise BundleError(f"{path}: it holds no float32 table.", REBUILD)
-    misfit = _misfit(model, entry.rule, {name: table.shape for name, table in arrays.items()})
+    misfit = _find_misfit(model, entry.rule, {name: table.shape for name, table in arrays.items()})
     if misfit is not None:
         raise BundleError(f"{folder}: the head's table {misfit} is missing, or of another size.", REBUILD)
     return CorrectionTables(entry.rule, arrays, entry.most)
 
 
-def _misfit(model: ModelEntry, rule: str, found: Mapping[str, tuple[int, ...]]) -> str | None:
+def _find_misfit(model: ModelEntry, rule: str, found: Mapping[str, tuple[int, ...]]) -> str | None:
     """A table that is missing, or of other sizes than the head's: a step would read beyond it."""
     needed = {"selector": ("predecessors", "successors", "projection"), "markov": ("w1", "w2")}.get(rule, ())
     n, e, r = model.lm_head_rows, model.engine.feature_size, next((found.get(name, ()) for name in needed), ())[1:]

@@ -198,7 +198,7 @@ class DraftHeadEntry(NamedTuple):
     """What a draft head is, beside its layers."""
 
     kind: str  # what it computes, "eagle3" or another
-    # The target's hidden states that features are made of, as transformers numbers them, and -1 for the one behind its
+    # The target's hidden states that features are made of, as transformers numbers them, and -1 for the one after its
     # last norm.
     taps: tuple[Annotated[int, whole(-1, 1 << 20)], ...] = ()
     guessed: Share | None = None  # share of first guesses that were right when it was built

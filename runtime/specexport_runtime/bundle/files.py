@@ -40,7 +40,7 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hashes_forced() -> bool:
+def is_hashing_forced() -> bool:
     """Whether ``SPECEXPORT_VERIFY_HASHES`` asks that every file be hashed at every load."""
     return os.environ.get(VERIFY_VARIABLE, "") not in ("", "0")
 
@@ -50,12 +50,12 @@ def check_files(folder: Path, files: "Mapping[str, FileEntry]", *, remember: boo
     root = folder.resolve()
     for name, entry in files.items():
         path = folder / name
-        if (fault := file_fault(path)) is not None:
+        if (fault := find_file_fault(path)) is not None:
             raise BundleError(f"{folder}: {name} {fault[0]}.", fault[1] or _REBUILD)
         if path.stat().st_size != entry.size:
             raise BundleError(f"{folder}: {name} has {path.stat().st_size} bytes, not {entry.size}.", _REBUILD)
     remember = remember and os.name != "nt"
-    known = _read_record(root) if remember and not hashes_forced() else {}
+    known = _read_record(root) if remember and not is_hashing_forced() else {}
     stale = [name for name, entry in files.items() if known.get(name) != _identity(folder / name, entry.sha256)]
     # hashlib releases the interpreter lock, so large files are hashed side by side.
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
@@ -74,7 +74,7 @@ def file_state(path: Path) -> object:
     return list(_identity(path, "")[2:]) if path.exists() else None
 
 
-def file_fault(path: Path) -> tuple[str, str] | None:
+def find_file_fault(path: Path) -> tuple[str, str] | None:
     """Why ``path`` is no file to read, and the way out; None if it is. A pipe or a device is never opened."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):

@@ -17,7 +17,7 @@ PATIENCE_S = 30.0
 """Longest wait for those who hold a folder, in seconds."""
 
 
-def take_lock(descriptor: int, *, alone: bool) -> bool | None:
+def try_lock(descriptor: int, *, alone: bool) -> bool | None:
     """Lock an open file or folder, without waiting: False if others hold it, None where there are no locks."""
     try:
         import fcntl
@@ -46,7 +46,7 @@ def held(folder: Path, *, alone: bool = False) -> Iterator[Callable[[], bool]]:
         # Of an open folder nobody else gets the number, so a later one can be told from it.
         before = _identity(folder if descriptor is None else descriptor)
         if descriptor is not None:
-            busy = take_lock(descriptor, alone=alone) is False or _identity(folder) != before
+            busy = try_lock(descriptor, alone=alone) is False or _identity(folder) != before
         else:  # between two renames, or just after them
             busy = missing and (any(place.parent.glob(f".{glob.escape(place.name)}.old-*")) or folder.exists())
         if not busy or time.monotonic() > end:

@@ -24,7 +24,7 @@ from specexport_runtime.bundle.entry import (
     TokenId,
     VocabSize,
 )
-from specexport_runtime.bundle.files import FileEntry, file_fault
+from specexport_runtime.bundle.files import FileEntry, find_file_fault
 from specexport_runtime.errors import BundleError, IncompatibleError
 from specexport_runtime.schema import InnerPath, MisfitError, from_json, map_paths, one_of, to_json, whole
 
@@ -112,7 +112,7 @@ def load_manifest(folder: Path) -> Manifest:
         raise BundleError(f"there is no folder {folder}.", "give the bundle folder that `specexport build -o` wrote.")
     if not os.path.lexists(path):
         raise BundleError(f"{folder} has no {MANIFEST_NAME}, so it is not a bundle.", _REBUILD)
-    if (fault := file_fault(path)) is not None:
+    if (fault := find_file_fault(path)) is not None:
         raise BundleError(f"{path} {fault[0]}.", fault[1] or _REBUILD)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -165,8 +165,8 @@ def _check_agreement(manifest: Manifest) -> None:
         if experts is not None and experts.per_token > experts.per_layer:
             raise MisfitError(f"experts of models.{role}", experts, "no more for a token than a layer has")
         map_paths(entry, partial(_check_listed, manifest, role))
-        _check_whole(role, entry)
-        _check_lent(manifest, role, entry)
+        _check_vocabulary_and_layers(role, entry)
+        _check_borrowed_caches(manifest, role, entry)
         _check_adapters(role, entry)
 
 
@@ -176,7 +176,7 @@ def _check_listed(manifest: Manifest, role: str, path: str) -> str:
     return path
 
 
-def _check_whole(role: str, entry: ModelEntry) -> None:
+def _check_vocabulary_and_layers(role: str, entry: ModelEntry) -> None:
     """Refuse an LM head that cannot have been cut so, layers that no checkpoint can have had, and a target without."""
     rows, dropped = entry.lm_head_rows, [layer.number for layer in entry.dropped_layers]
     if role == "target" and entry.cut_lm_head is not None:
@@ -190,7 +190,7 @@ def _check_whole(role: str, entry: ModelEntry) -> None:
         raise MisfitError(f"dropped_layers of models.{role}", dropped, "different layers of its checkpoint")
 
 
-def _check_lent(manifest: Manifest, role: str, entry: ModelEntry) -> None:
+def _check_borrowed_caches(manifest: Manifest, role: str, entry: ModelEntry) -> None:
     """Refuse a head that reads other caches than the target has."""
     own, lent = entry.attention, entry.attention.target_layers
     if not lent:

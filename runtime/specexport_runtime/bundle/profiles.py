@@ -7,7 +7,7 @@ engine's order, and the runtime chooses with :func:`choose_profile`. Imports the
 
 A draft head runs steps between two rounds.
 
-A row of such a step has the entries whose features the head has not read, and behind them stand-ins for tokens that
+A row of such a step has the entries whose features the head has not read, and after them stand-ins for tokens that
 are not known yet (see ``drafters.at_once``)::
 
                        not read    stand-ins                 logits
@@ -88,7 +88,7 @@ class HeadSteps(NamedTuple):
     """Sizes of a draft head's steps, beside the steps that only read a prompt."""
 
     fresh: int  # most entries of a row whose features are new
-    behind: int  # entries of a row behind these
+    behind: int  # entries of a row after these
     logits: int  # rows of logits that a row of the step wants
     steps_alone: bool  # the head drafts token after token, so that most of its steps have one entry a row
 

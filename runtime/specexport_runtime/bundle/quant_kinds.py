@@ -94,7 +94,7 @@ CACHE_LIMITS = {"int8 KV cache": Limits(agreement=0.9, lost=0.05, perplexity=0.0
 """The same for float weights with narrow caches, by what ``ModelEntry.approximation`` says."""
 
 
-def limits_of(approximation: str) -> Limits:
+def get_limits(approximation: str) -> Limits:
     """The limits of what ``ModelEntry.approximation`` says; IncompatibleError if none are known."""
     kind = KINDS.get(approximation)
     found = CACHE_LIMITS.get(approximation) if kind is None else kind.limits
@@ -103,23 +103,23 @@ def limits_of(approximation: str) -> Limits:
     return found
 
 
-def passes_of(name: str | None, backend: str) -> BackendPasses | None:
+def get_backend_passes(name: str | None, backend: str) -> BackendPasses | None:
     """How a backend's engines get weights of a kind; None where they stay float, or the backend does not have it."""
     kind = None if name is None else KINDS.get(name)
     return None if kind is None else kind.backends.get(backend)
 
 
-def kinds_of(backend: str) -> tuple[str, ...]:
+def list_kinds(backend: str) -> tuple[str, ...]:
     """Names of the kinds that a backend has."""
     return tuple(name for name, kind in KINDS.items() if backend in kind.backends)
 
 
-def rounding_kinds() -> tuple[QuantKind, ...]:
+def list_rounding_kinds() -> tuple[QuantKind, ...]:
     """The kinds that round float weights."""
     return tuple(kind for kind in KINDS.values() if kind.bits is not None)
 
 
 def either(*others: str) -> str:
     """The kinds that round float weights, and others, as a hint names them: ``int8, int4 or none``."""
-    *most, last = [*(kind.name for kind in rounding_kinds()), *others]
+    *most, last = [*(kind.name for kind in list_rounding_kinds()), *others]
     return f"{', '.join(most)} or {last}"

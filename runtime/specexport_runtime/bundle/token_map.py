@@ -53,7 +53,7 @@ class TokenMap(NamedTuple):
         places = np.repeat(starts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)
         return self.pieces[places].tolist(), counts.tolist()
 
-    def lead_of(self, tokens: Sequence[int]) -> list[int]:
+    def get_lead(self, tokens: Sequence[int]) -> list[int]:
         """What the draft reads before a text of the target."""
         lead: list[int] = [] if tokens[0] == int(self.first) else self.lead.tolist()
         return lead
@@ -90,28 +90,32 @@ def load_token_map(folder: Path, draft: ModelEntry | None, target: ModelEntry) -
             found = TokenMap(**{name: arrays[name] for name in TokenMap._fields})
     except (OSError, ValueError, EOFError, KeyError, MemoryError, AttributeError, zipfile.BadZipFile) as error:
         raise BundleError(f"{path} cannot be read ({error}).", REBUILD) from error
-    problem = _problem(found, draft.vocab_size, target.vocab_size)
+    problem = _find_problem(found, draft.vocab_size, target.vocab_size)
     if problem is not None:
         raise BundleError(f"{path}: {problem}.", REBUILD)
     return found
 
 
-def _problem(found: TokenMap, draft_size: int, target_size: int) -> str | None:
+def _find_problem(found: TokenMap, draft_size: int, target_size: int) -> str | None:
     arrays = (found.target_ids, found.starts, found.pieces, found.lead)
     if any(array.dtype != np.int32 for array in arrays) or found.first.dtype != np.int64 or found.first.shape:
         return "its arrays are of other types"
     if found.target_ids.shape != (draft_size,) or found.starts.shape != (target_size + 1,):
         return f"it is of other vocabularies than {draft_size} and {target_size} tokens"
     shared = found.target_ids[found.target_ids != NOT_SHARED]
-    if not _within(shared, target_size) or len(np.unique(shared)) < len(shared):
+    if not _are_within(shared, target_size) or len(np.unique(shared)) < len(shared):
         return "it gives two tokens of the draft one token of the target, or one that is not there"
     sizes = np.diff(found.starts)
     if found.starts[0] != 0 or found.starts[-1] != len(found.pieces) or (sizes < 1).any():
         return "it leaves tokens of the target without a spelling"
-    return None if _within(found.pieces, draft_size) and _within(found.lead, draft_size) else "it spells unknown tokens"
+    return (
+        None
+        if _are_within(found.pieces, draft_size) and _are_within(found.lead, draft_size)
+        else "it spells unknown tokens"
+    )
 
 
-def _within(ids: Int32Array, size: int) -> bool:
+def _are_within(ids: Int32Array, size: int) -> bool:
     return not ids.size or (int(ids.min()) >= 0 and int(ids.max()) < size)
 
 
@@ -123,4 +127,4 @@ def own_texts(
     if token_map is None or not texts:
         return texts
     longest = max(map(len, texts))
-    return [[*token_map.lead_of(text), *token_map.spell(text)[0]][:longest] for text in texts]
+    return [[*token_map.get_lead(text), *token_map.spell(text)[0]][:longest] for text in texts]

@@ -38,7 +38,7 @@ def start_loading(tokenizer: "Tokenizer") -> None:
         tokenizer.start()
 
 
-def read_whole_texts(tokenizer: "Tokenizer") -> None:
+def disable_truncation(tokenizer: "Tokenizer") -> None:
     """Take away what cuts texts, fills them up, or draws among readings: each text is read whole, always alike."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -47,15 +47,15 @@ def read_whole_texts(tokenizer: "Tokenizer") -> None:
             setattr(tokenizer.model, chance, None)
 
 
-def whole_reader(tokenizer: "Tokenizer") -> "Tokenizer":
-    """A caller's tokenizer, or where it would not read texts whole (see :func:`read_whole_texts`), a copy that does."""
+def make_whole_text_tokenizer(tokenizer: "Tokenizer") -> "Tokenizer":
+    """A caller's tokenizer, or where it would not read texts whole (see :func:`disable_truncation`), a copy that does."""
     if isinstance(tokenizer, _BackgroundTokenizer):
         return tokenizer
     settings = (tokenizer.truncation, tokenizer.padding, *(getattr(tokenizer.model, name, None) for name in _CHANCES))
     if all(setting is None for setting in settings):
         return tokenizer
     copy = type(tokenizer).from_str(tokenizer.to_str())
-    read_whole_texts(copy)
+    disable_truncation(copy)
     return copy
 
 
@@ -66,7 +66,7 @@ def _load(path: Path, data: bytes) -> "Tokenizer":
         tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises bare Exceptions
         raise BundleError(f"{path} cannot be read: {error}", "build it again.") from error
-    read_whole_texts(tokenizer)
+    disable_truncation(tokenizer)
     return_freed_memory()  # of 300 MB that parsing a large vocabulary takes, 200 are free afterwards
     return tokenizer
 

@@ -11,20 +11,20 @@ import click
 from specexport_runtime.chat.commands import Commands
 from specexport_runtime.chat.lines import ReadLine, piped_lines, read_entry, terminal_lines
 from specexport_runtime.chat.session import ChatOptions, Session
-from specexport_runtime.chat.slips import Slips
-from specexport_runtime.cli.any_text import typed
+from specexport_runtime.chat.slips import InterruptHandler
+from specexport_runtime.cli.any_text import decode_argument
 from specexport_runtime.cli.errors import format_error
-from specexport_runtime.cli.grouped import GroupedCommand, under
+from specexport_runtime.cli.grouped import GroupedCommand, add_under_heading
 from specexport_runtime.cli.options import (
-    check_of_use,
+    check_suffix_options,
     drafting_options,
     engine_flags,
     find_bundle,
+    pop_drafting_options,
+    pop_engine_options,
     reference_option,
     sampling_options,
     sampling_params,
-    take_drafting,
-    take_engine_options,
 )
 from specexport_runtime.cli.output import print_legend, print_notes
 from specexport_runtime.cli.prompts import read_text
@@ -39,16 +39,20 @@ _PATH = click.Path(path_type=Path)
     first="system system_file load_file max_tokens temperature seed drafter num_speculative_tokens stats",
 )
 @click.argument("bundle", type=_PATH)
-@click.option("--system", type=typed, metavar="TEXT", help="System prompt: what the model is told before everything.")
+@click.option(
+    "--system", type=decode_argument, metavar="TEXT", help="System prompt: what the model is told before everything."
+)
 @click.option("--system-file", type=_PATH, help="Read the system prompt from a UTF-8 text file.")
 @click.option("--load", "load_file", type=_PATH, metavar="FILE", help="Go on from a conversation that /save wrote.")
 @partial(sampling_options, max_tokens=None, temperature=0.7, top_p=0.95)
-@under("Text", click.option("--chat-template", type=_PATH, metavar="FILE", help="Jinja template, not the bundle's."))
+@add_under_heading(
+    "Text", click.option("--chat-template", type=_PATH, metavar="FILE", help="Jinja template, not the bundle's.")
+)
 @drafting_options
 @reference_option
 @engine_flags(Use.ANY)
 @click.option("--stats", is_flag=True, help="Print counters and speed of every answer to standard error.")
-@under(
+@add_under_heading(
     "Output",
     click.option(
         "--color/--no-color", "colour", default=None, help="Colour tokens by origin.  [default: on a terminal]"
@@ -78,8 +82,8 @@ def chat(
 
     Standard input that is no terminal is read line by line: each line is a message.
     """
-    engine_options = take_engine_options(options)
-    drafting = take_drafting(options)
+    engine_options = pop_engine_options(options)
+    drafting = pop_drafting_options(options)
     params = sampling_params({**options, "max_tokens": 1 if max_tokens is None else max_tokens})
     if system is not None and system_file is not None:
         raise InvalidRequestError("--system and --system-file were both given.", "drop one.")
@@ -94,7 +98,7 @@ def chat(
         terminal if colour is None else colour,
         None if chat_template is None else read_text(chat_template),
     )
-    check_of_use(engine_options, drafting, params)
+    check_suffix_options(engine_options, drafting, params)
     bundle = find_bundle(bundle)
     _check_template(bundle, session_options)
     from specexport_runtime.engine import SpecEngine
@@ -106,7 +110,7 @@ def chat(
         engine.resolve_drafting(**drafting)
         if params.structured_outputs is not None:
             engine.check_form(params.structured_outputs)
-        slips = Slips()
+        slips = InterruptHandler()
         session = Session(engine, session_options, slips)
         commands = Commands(session)
         if load_file is not None:
@@ -119,7 +123,7 @@ def chat(
             if session_options.colour:
                 print_legend()
         lines = terminal_lines(keep_history=keep_history) if is_interactive else nullcontext(piped_lines())
-        with lines as read_line, slips.installed() if is_interactive else nullcontext():
+        with lines as read_line, slips.install() if is_interactive else nullcontext():
             talk(session, commands, read_line, slips, is_interactive=is_interactive)
     print_notes(notes)
 
@@ -136,12 +140,14 @@ def _check_template(bundle: Path, options: ChatOptions) -> None:
         )
 
 
-def talk(session: Session, commands: Commands, read_line: ReadLine, slips: Slips, *, is_interactive: bool) -> None:
+def talk(
+    session: Session, commands: Commands, read_line: ReadLine, slips: InterruptHandler, *, is_interactive: bool
+) -> None:
     """Read and answer until the end of input, ``/exit``, or Ctrl-C twice; raise mistakes unless ``is_interactive``."""
     slipped = False
     while True:
         try:
-            with slips.reading():
+            with slips.allow_interrupts():
                 entry = read_entry(read_line)
         except EOFError:
             if is_interactive:
@@ -157,7 +163,7 @@ def talk(session: Session, commands: Commands, read_line: ReadLine, slips: Slips
             session.note("(Ctrl-C again leaves, and so do Ctrl-D and /exit)")
             continue
         except SpecexportError as error:
-            _tell(error, is_interactive=is_interactive)
+            _report_error(error, is_interactive=is_interactive)
             continue
         slipped = False
         try:
@@ -166,10 +172,10 @@ def talk(session: Session, commands: Commands, read_line: ReadLine, slips: Slips
             if not entry.is_command and entry.text:
                 session.say(entry.text)
         except SpecexportError as error:
-            _tell(error, is_interactive=is_interactive)
+            _report_error(error, is_interactive=is_interactive)
 
 
-def _tell(error: SpecexportError, *, is_interactive: bool) -> None:
+def _report_error(error: SpecexportError, *, is_interactive: bool) -> None:
     if not is_interactive:
         raise error
     click.echo(format_error(error.message, error.hint), err=True)

@@ -64,7 +64,7 @@ class Commands:
                 f"there is no command /{name}.", f"{guess}/help lists them; // begins a message that begins with /."
             )
         if argument and not command.argument:
-            raise InvalidRequestError(f"/{name} takes nothing behind it.", f"enter /{name} alone.")
+            raise InvalidRequestError(f"/{name} takes nothing after it.", f"enter /{name} alone.")
         command.run(argument)
         return True
 

@@ -73,7 +73,7 @@ def piped_lines() -> ReadLine:
 @contextlib.contextmanager
 def terminal_lines(*, keep_history: bool) -> Iterator[ReadLine]:
     """Lines of a terminal, edited by ``readline`` where Python has it; ``keep_history`` begins with earlier ones."""
-    with _history(_import_readline() if sys.stdout.isatty() else None, keep_history):
+    with _use_history_file(_import_readline() if sys.stdout.isatty() else None, keep_history):
         yield _read_terminal
 
 
@@ -99,7 +99,7 @@ def _import_readline() -> Any | None:
 
 
 @contextlib.contextmanager
-def _history(readline: Any | None, keep: bool) -> Iterator[None]:
+def _use_history_file(readline: Any | None, keep: bool) -> Iterator[None]:
     folder = cache_folder("chat") if keep and readline is not None else None
     if readline is None or folder is None:
         yield

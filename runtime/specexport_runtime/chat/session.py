@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from specexport_runtime.chat.slips import Slips
+from specexport_runtime.chat.slips import InterruptHandler
 from specexport_runtime.cli.output import print_chunk, print_stats
 from specexport_runtime.errors import InvalidRequestError
 
@@ -33,11 +33,14 @@ _LOOK_S = 0.5
 def describe_answers(answers: "Sequence[RequestStats]") -> str:
     """A table of the last answer and of all."""
     lines = [("", "last answer", f"all {len(answers)}")]
-    lines += [(name, one, both) for (name, one), (_, both) in zip(_rows(answers[-1:]), _rows(answers), strict=True)]
+    lines += [
+        (name, one, both)
+        for (name, one), (_, both) in zip(_compute_rows(answers[-1:]), _compute_rows(answers), strict=True)
+    ]
     return "\n".join(f"{name:<32}{one:>12}{both:>12}" for name, one, both in lines)
 
 
-def _rows(answers: "Sequence[RequestStats]") -> list[tuple[str, str]]:
+def _compute_rows(answers: "Sequence[RequestStats]") -> list[tuple[str, str]]:
     def total(name: str) -> float:
         return sum(getattr(each, name) or 0 for each in answers)
 
@@ -52,7 +55,7 @@ def _rows(answers: "Sequence[RequestStats]") -> list[tuple[str, str]]:
         ("generated tokens", str(generated)),
         ("tokens/s, prompt included", ratio(generated, seconds, ".1f")),
         # The first token of each answer comes with its prompt.
-        ("tokens/s, behind the first", ratio(generated - len(answers), seconds - first_token, ".1f")),
+        ("tokens/s, after the first", ratio(generated - len(answers), seconds - first_token, ".1f")),
         ("seconds to the first token", ratio(first_token, len(answers), ".3f")),
         ("acceptance rate", ratio(total("accepted"), total("drafted"), ".3f")),
         ("tokens a round", ratio(generated, total("rounds"), ".2f")),
@@ -67,7 +70,7 @@ class ChatOptions:
     max_tokens: int | None  # most of an answer; None for as many as there is room for
     drafting: "RequestOptions"
     reference: str | None = None  # text that lookup may copy from
-    stats: bool = False  # print counters behind every answer
+    stats: bool = False  # print counters after every answer
     colour: bool = False  # colour tokens by where they came from
     chat_template: str | None = None  # Jinja template in place of the bundle's
 
@@ -75,7 +78,7 @@ class ChatOptions:
 class Session:
     """One engine and one conversation, which changes only when an answer, or a command, is complete."""
 
-    def __init__(self, engine: "SpecEngine", options: ChatOptions, slips: Slips) -> None:
+    def __init__(self, engine: "SpecEngine", options: ChatOptions, slips: InterruptHandler) -> None:
         self._engine, self._options, self._slips = engine, options, slips
         self.conversation = self._open([])
         self.unsent: str | None = None  # a message that has no answer, for ``/retry``; None if the last one has
@@ -117,7 +120,7 @@ class Session:
             while (size := len(conversation.copy().ask(text))) + room > self.limit and conversation.num_turns:
                 dropped += conversation.drop_oldest()
             if size > self.limit:
-                raise self._too_long(size, "make it shorter; /undo forgets it.")
+                raise self._too_long_error(size, "make it shorter; /undo forgets it.")
         self.conversation = conversation
         return dropped
 
@@ -150,7 +153,7 @@ class Session:
         ids = conversation.ask(text)
         self.unsent = text
         if len(ids) > self.limit:
-            raise self._too_long(len(ids), "/trim forgets the oldest turns and sends it, /reset forgets all.")
+            raise self._too_long_error(len(ids), "/trim forgets the oldest turns and sends it, /reset forgets all.")
         room = self._engine.max_model_len - len(ids)
         params = replace(options.params, max_tokens=options.max_tokens or room)
         spec = RequestSpec(ids, params, options.reference, options.drafting)
@@ -180,7 +183,7 @@ class Session:
             )  # fmt: skip
             self.note(f"(cut off: {end})")
 
-    def _too_long(self, size: int, hint: str) -> InvalidRequestError:
+    def _too_long_error(self, size: int, hint: str) -> InvalidRequestError:
         return InvalidRequestError(
             f"with this message the conversation has {size} tokens, {size - self.limit} more than this engine takes.",
             hint,
@@ -227,12 +230,14 @@ class ThinkingTags:
         return was or self._inside
 
 
-def stream_answer(engine: "SpecEngine", spec: "RequestSpec", slips: Slips, *, colour: bool) -> "GenerationResult":
+def stream_answer(
+    engine: "SpecEngine", spec: "RequestSpec", slips: InterruptHandler, *, colour: bool
+) -> "GenerationResult":
     """Generate and print. Ctrl-C ends it with what is there by then; the second one is a ``KeyboardInterrupt``."""
     listener, printed = _Listener(), 0
     before: str = engine.tokenizer.decode(engine.encode(spec.prompt)[-8:], skip_special_tokens=False)
     thinking = ThinkingTags(before.rstrip().endswith(_OPEN))
-    with slips.telling(listener.stop):
+    with slips.notify_on_interrupt(listener.stop):
         [handle] = engine.submit_all([spec], [listener])
         while (item := listener.next()) != "done":
             if isinstance(item, str):

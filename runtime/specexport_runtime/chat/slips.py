@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 
-class Slips:
+class InterruptHandler:
     """The handler of SIGINT while a user talks to a model.
 
     While a line is read the signal raises ``KeyboardInterrupt``. At other times the first one is kept for
@@ -32,7 +32,7 @@ class Slips:
             self._tell()
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def install(self) -> Iterator[None]:
         """Handle SIGINT here, unless it is ignored, or this is not the main thread."""
         earlier = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(earlier):
@@ -46,7 +46,7 @@ class Slips:
             signal.signal(signal.SIGINT, earlier)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
+    def allow_interrupts(self) -> Iterator[None]:
         """A line is read; ``KeyboardInterrupt`` if Ctrl-C comes, or had come since the last line without being told."""
         came, self._came = self._came, False
         try:
@@ -58,7 +58,7 @@ class Slips:
             self._is_reading = False
 
     @contextlib.contextmanager
-    def telling(self, tell: Callable[[], object]) -> Iterator[None]:
+    def notify_on_interrupt(self, tell: Callable[[], object]) -> Iterator[None]:
         """Tell of the first Ctrl-C; ``tell`` is called in a signal handler, and must not wait for anything."""
         self._tell = tell
         if self._came:

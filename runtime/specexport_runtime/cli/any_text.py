@@ -6,7 +6,7 @@ import os
 import sys
 
 
-def take_any_text() -> None:
+def escape_unencodable_output() -> None:
     r"""Let standard output and error escape what they cannot encode, as ``\u65e5``; ASCII streams get UTF-8."""
     for stream in (sys.stdout, sys.stderr):
         change = getattr(stream, "reconfigure", None)
@@ -18,7 +18,7 @@ def take_any_text() -> None:
             change(encoding="utf-8", errors=stream.errors)
 
 
-def typed(text: str) -> str:
+def decode_argument(text: str) -> str:
     """A text of the command line, whose bytes the C locale takes for ASCII though they are UTF-8."""
     try:
         text.encode("utf-8")

@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specexport_runtime.cli.any_text import typed
-from specexport_runtime.cli.grouped import GroupedCommand, under
+from specexport_runtime.cli.any_text import decode_argument
+from specexport_runtime.cli.grouped import GroupedCommand, add_under_heading
 from specexport_runtime.cli.lazy import LazyGroup, Mount
 from specexport_runtime.cli.options import (
-    check_of_use,
+    check_suffix_options,
     drafting_options,
     engine_flags,
     find_bundle,
+    pop_drafting_options,
+    pop_engine_options,
     reference_option,
     sampling_options,
     sampling_params,
-    take_drafting,
-    take_engine_options,
 )
 from specexport_runtime.cli.output import OutputOptions, print_notes, print_padding, print_result, print_stream
 from specexport_runtime.cli.prompts import read_prompts, read_text
 from specexport_runtime.cli.serve import serve
 from specexport_runtime.engine_options import Use
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.machine import available_cores, too_high_load
+from specexport_runtime.machine import available_cores, find_excessive_load
 
 if TYPE_CHECKING:
     from specexport_runtime.requests.results import Prompt
@@ -52,9 +52,11 @@ runtime_cli.add_command(serve)
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 text file.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="Many prompts: JSONL with a field `prompt`.")
 @click.option("--chat", is_flag=True, help="Put each prompt into the bundle's chat template as a user message.")
-@under(
+@add_under_heading(
     "Text",
-    click.option("--system", type=typed, metavar="TEXT", help="With --chat: what the model is told before the prompt."),
+    click.option(
+        "--system", type=decode_argument, metavar="TEXT", help="With --chat: what the model is told before the prompt."
+    ),
 )
 @sampling_options
 @drafting_options
@@ -62,7 +64,7 @@ runtime_cli.add_command(serve)
 @engine_flags(Use.ANY, Use.BATCH)
 @click.option("--stats", is_flag=True, help="Print counters and speed to standard error.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line instead of text.")
-@under(
+@add_under_heading(
     "Output",
     click.option(
         "--logprobs", type=int, metavar="N", help="With --json: log-probability of each token, and the top N."
@@ -93,8 +95,8 @@ def generate(
     **options: Any,
 ) -> None:
     """Generate text from BUNDLE for PROMPT (or --prompt-file, --prompts, or standard input)."""
-    engine_options = take_engine_options(options)
-    drafting = take_drafting(options)
+    engine_options = pop_engine_options(options)
+    drafting = pop_drafting_options(options)
     params = sampling_params(options)
     if params.logprobs is not None and not as_json:
         raise InvalidRequestError("--logprobs was given, and text has no place for them.", "add --json.")
@@ -112,8 +114,8 @@ def generate(
         terminal if show_prompt is None else show_prompt,
         trace,
     )
-    check_of_use(engine_options, drafting, params)
-    busy = too_high_load() if stats and engine_options.spin else None  # before this adds its own
+    check_suffix_options(engine_options, drafting, params)
+    busy = find_excessive_load() if stats and engine_options.spin else None  # before this adds its own
     drafting["trace"] = trace
     bundle = find_bundle(bundle)
     chats = CHAT_TEMPLATE_NAME in load_manifest(bundle).files if chat is None else chat

@@ -30,8 +30,8 @@ from typing import Any
 
 import click
 
-from specexport_runtime.cli.any_text import take_any_text
-from specexport_runtime.errors import MORE_MEMORY, SpecexportError, write_fault
+from specexport_runtime.cli.any_text import escape_unencodable_output
+from specexport_runtime.errors import MORE_MEMORY, SpecexportError, describe_write_fault
 
 EXIT_CLOSED_OUTPUT = 141
 """128 and the number of SIGPIPE, by which most programs end then."""
@@ -67,7 +67,7 @@ def describe_error(error: BaseException) -> tuple[str, int] | None:
         return _SAID[number], 128 + number
     if isinstance(error, MemoryError):
         return format_error("not enough memory", MORE_MEMORY), 3
-    if isinstance(error, OSError) and (fault := write_fault(error)) is not None:
+    if isinstance(error, OSError) and (fault := describe_write_fault(error)) is not None:
         where = f" while writing {error.filename}" if error.filename else ""
         return format_error(fault[0] + where, fault[1]), 2
     return None
@@ -101,7 +101,7 @@ def run_command(command: Callable[[], Any]) -> int:
             line, code = described
             with contextlib.suppress(BrokenPipeError):
                 click.echo(line, err=True)
-            interrupts.all_is_clear()
+            interrupts.allow_forced_exit()
             return code
         return result if isinstance(result, int) else 0
 
@@ -118,7 +118,7 @@ class SuggestingGroup(click.Group):
         **extra: Any,
     ) -> Any:
         """Run the command line; see :meth:`click.Command.main`."""
-        take_any_text()
+        escape_unencodable_output()
         _open_missing_streams()
 
         def run() -> Any:
@@ -177,7 +177,7 @@ def watch_output() -> Iterator[None]:
         if not closed:
             raise RuntimeError(f"a pipe that is not the output broke: {error}") from error
         for stream in closed:
-            _forget_output(stream)
+            _discard_output(stream)
         raise ClosedOutputError from error
 
 
@@ -196,7 +196,7 @@ def _is_closed(stream: Any) -> bool:
     return any(state & (select.POLLERR | select.POLLHUP) for _, state in asked.poll(0))
 
 
-def _forget_output(stream: Any) -> None:
+def _discard_output(stream: Any) -> None:
     """Let the interpreter flush what is left into nothing when it ends."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), stream.fileno())
@@ -222,7 +222,7 @@ class Interrupts:
             error = error.__context__
         raise KeyboardInterrupt(signal.Signals(number))
 
-    def all_is_clear(self) -> None:
+    def allow_forced_exit(self) -> None:
         """Nothing is left to clear away: the next one may end the process."""
         if self.came is not None:
             for number in _SAID:

@@ -9,7 +9,7 @@ import click
 from specexport_runtime.errors import UserInputError
 
 
-def deprecated(names: str, why: str) -> Callable[[Any], Any]:
+def deprecated_option(names: str, why: str) -> Callable[[Any], Any]:
     """A switch that no help shows and that is done in any case now: a person is warned, a script is not."""
 
     def warn(_ctx: click.Context, param: click.Parameter, value: bool | None) -> None:
@@ -20,6 +20,6 @@ def deprecated(names: str, why: str) -> Callable[[Any], Any]:
     return click.option(names, default=None, hidden=True, expose_value=False, callback=warn)
 
 
-def refuse_removed(command: str, successor: str) -> UserInputError:
+def removed_command_error(command: str, successor: str) -> UserInputError:
     """The error for a command that another one does the work of now."""
     return UserInputError(f"there is no command {command!r} any more.", f"use `{successor}`.")

@@ -9,7 +9,7 @@ import click
 _FIRST, RARE = "Options", "Rare"
 
 
-def under(heading: str, *options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def add_under_heading(heading: str, *options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Add options to a command, under a heading of its help unless they have one already."""
 
     def add(command: Any) -> Any:
@@ -35,9 +35,9 @@ class GroupedCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the command line; a person who gives a renamed flag is told its name of today."""
-        return super().parse_args(ctx, [self._of_today(arg) for arg in args])
+        return super().parse_args(ctx, [self._replace_renamed_flag(arg) for arg in args])
 
-    def _of_today(self, arg: str) -> str:
+    def _replace_renamed_flag(self, arg: str) -> str:
         flag, *value = arg.split("=", 1)
         if flag not in self.renamed:
             return arg
@@ -49,16 +49,16 @@ class GroupedCommand(click.Command):
         """Write the options in sections."""
         params = {str(param.name): param for param in self.get_params(ctx)}
         ordered = [params.pop(name) for name in self.first]
-        sections: dict[str, list[tuple[str, str]]] = {_FIRST: _records(ordered, ctx)}
+        sections: dict[str, list[tuple[str, str]]] = {_FIRST: _get_help_records(ordered, ctx)}
         for param in params.values():
             heading = getattr(param, "heading", _FIRST)
-            sections.setdefault(heading, []).extend(_records([param], ctx))
+            sections.setdefault(heading, []).extend(_get_help_records([param], ctx))
         for heading, records in sorted(sections.items(), key=lambda section: section[0] == RARE):
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records)
 
 
-def _records(params: Sequence[click.Parameter], ctx: click.Context) -> list[tuple[str, str]]:
+def _get_help_records(params: Sequence[click.Parameter], ctx: click.Context) -> list[tuple[str, str]]:
     options = (param for param in params if isinstance(param, click.Option))
     return [record for option in options if (record := option.get_help_record(ctx)) is not None]

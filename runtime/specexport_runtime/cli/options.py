@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from specexport_runtime.cli.any_text import typed
-from specexport_runtime.cli.gone import deprecated
-from specexport_runtime.cli.grouped import RARE, under
+from specexport_runtime.cli.any_text import decode_argument
+from specexport_runtime.cli.gone import deprecated_option
+from specexport_runtime.cli.grouped import RARE, add_under_heading
 from specexport_runtime.cli.prompts import read_text
 from specexport_runtime.engine_options import DEPRECATED, OPTIONS, EngineOptions, Use
 from specexport_runtime.errors import InvalidRequestError
@@ -74,7 +74,9 @@ def sampling_options(
         click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="0 is off."),
         click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Add BIAS to a token's logit. Repeatable."),
         click.option("--seed", type=int, help="Seed of the random stream; none draws a fresh one."),
-        click.option("--stop", multiple=True, type=typed, metavar="TEXT", help="End the text at TEXT. Repeatable."),
+        click.option(
+            "--stop", multiple=True, type=decode_argument, metavar="TEXT", help="End the text at TEXT. Repeatable."
+        ),
         click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End at this id. Repeatable."),
         click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
         click.option(
@@ -84,8 +86,12 @@ def sampling_options(
             help="Write JSON that follows this JSON schema.",
         ),
         click.option("--json-object", is_flag=True, help="Write a JSON object."),
-        click.option("--regex", type=typed, metavar="TEXT", help="Write what matches this regular expression."),
-        click.option("--choice", multiple=True, type=typed, metavar="TEXT", help="Write one of these. Repeatable."),
+        click.option(
+            "--regex", type=decode_argument, metavar="TEXT", help="Write what matches this regular expression."
+        ),
+        click.option(
+            "--choice", multiple=True, type=decode_argument, metavar="TEXT", help="Write one of these. Repeatable."
+        ),
         click.option(
             "--grammar",
             type=click.Path(path_type=Path, dir_okay=False),
@@ -93,7 +99,7 @@ def sampling_options(
             help="Write what follows this grammar (Lark).",
         ),
     ]
-    return under("Text", *options)(command)
+    return add_under_heading("Text", *options)(command)
 
 
 def _cut_option(name: str, cut: "Cut") -> Any:
@@ -104,7 +110,9 @@ def _cut_option(name: str, cut: "Cut") -> Any:
 def engine_flags(*uses: Use) -> Callable[[Any], Any]:
     """Add the flags of the engine options of some uses, in the order of the options."""
     flags = [engine_flag(name) for name, option in OPTIONS.items() if option.use in uses]
-    return under("Machine", *flags, deprecated("--prepacked/--no-prepacked", DEPRECATED["prepacked"]))
+    return add_under_heading(
+        "Machine", *flags, deprecated_option("--prepacked/--no-prepacked", DEPRECATED["prepacked"])
+    )
 
 
 def engine_flag(name: str, **changes: Any) -> Callable[[F], F]:
@@ -118,7 +126,7 @@ def engine_flag(name: str, **changes: Any) -> Callable[[F], F]:
         "help": option.text + (f"  [default: {option.none}]" if option.none and "default" not in changes else ""),
     }
     heading = "Drafting" if option.drafter else _HEADINGS.get(name, "Machine")
-    return under(heading, click.option(flag_of(name), name, **settings | changes))
+    return add_under_heading(heading, click.option(get_flag_name(name), name, **settings | changes))
 
 
 _HEADINGS = {"adaptive": "Drafting", "lora": "Text", "match_length": "Drafting"} | dict.fromkeys(
@@ -126,25 +134,25 @@ _HEADINGS = {"adaptive": "Drafting", "lora": "Text", "match_length": "Drafting"}
 )
 
 
-def flag_of(name: str) -> str:
+def get_flag_name(name: str) -> str:
     """The flag of an engine option, as click has it."""
     words = name.replace("_", "-")
-    return OPTIONS[name].flag or (f"--{words}/--no-{words}" if _kinds(name) == {bool} else f"--{words}")
+    return OPTIONS[name].flag or (f"--{words}/--no-{words}" if _option_types(name) == {bool} else f"--{words}")
 
 
 def _click_type(name: str) -> Any:
-    kinds = _kinds(name)
+    kinds = _option_types(name)
     if Path in kinds:
         return click.Path()
     return kinds.pop() if kinds in ({int}, {float}) else None  # click makes a switch, or a text
 
 
-def _kinds(name: str) -> set[Any]:
+def _option_types(name: str) -> set[Any]:
     kind = EngineOptions.__dataclass_fields__[name].type
     return set(get_args(kind) or (kind,)) - {NoneType}
 
 
-def take_engine_options(values: dict[str, Any]) -> EngineOptions:
+def pop_engine_options(values: dict[str, Any]) -> EngineOptions:
     """The options that the flags of a command make, out of ``values``; InvalidRequestError out of range."""
     from specexport_runtime.executors.open import check_threads
 
@@ -186,16 +194,16 @@ def drafting_options(command: Any) -> Any:
             "[default: auto where the number of draft tokens is auto, else 0]",
         ),
     ]
-    return under("Drafting", *options, under(RARE, *_rare_drafting()))(command)
+    return add_under_heading("Drafting", *options, add_under_heading(RARE, *_rare_drafting_options()))(command)
 
 
-reference_option = under(
+reference_option = add_under_heading(
     "Drafting",
     click.option("--reference", type=click.Path(path_type=Path), help="UTF-8 text file that lookup may copy from."),
 )
 
 
-def _rare_drafting() -> list[Any]:
+def _rare_drafting_options() -> list[Any]:
     return [
         click.option(
             "--layer-threshold",
@@ -226,19 +234,21 @@ def _rare_drafting() -> list[Any]:
     ]
 
 
-def check_of_use(engine: EngineOptions, drafting: "RequestOptions", params: "SamplingParams | None" = None) -> None:
+def check_suffix_options(
+    engine: EngineOptions, drafting: "RequestOptions", params: "SamplingParams | None" = None
+) -> None:
     """Refuse engine options for drafter suffix if no request drafts by it; ``params`` None: greedy requests."""
     drafter, lookahead = drafting.get("drafter"), drafting.get("num_speculative_tokens")
     is_repeatable = params is not None and params.seed is not None and not params.is_greedy
     by_default = drafter is None and not isinstance(lookahead, int) and not is_repeatable
     copies = drafting.get("speculation", True) and (by_default or drafter in ("suffix", "auto"))
     wanted = [name for name, option in OPTIONS.items() if option.drafter == "suffix"]
-    unused = [flag_of(name) for name in wanted if getattr(engine, name) is not None]
+    unused = [get_flag_name(name) for name in wanted if getattr(engine, name) is not None]
     if unused and not copies:
         raise InvalidRequestError(f"{unused[0]} was given, and no drafter uses it.", "add --drafter suffix or auto.")
 
 
-def take_drafting(options: dict[str, Any]) -> "RequestOptions":
+def pop_drafting_options(options: dict[str, Any]) -> "RequestOptions":
     """The keyword arguments that :func:`drafting_options` make; InvalidRequestError if they contradict."""
     from specexport_runtime.intake.checks import check_acceptance
     from specexport_runtime.requests.draft_exit import DraftExitParams
@@ -286,14 +296,14 @@ def sampling_params(sampling: dict[str, Any]) -> "SamplingParams":
             bias[int(token)] = float(value)
         except ValueError:
             raise InvalidRequestError(f"--logit-bias {item!r} is not ID=BIAS.", "write for example 42=-1.5.") from None
-    form = _form(sampling)
+    form = _pop_structured_outputs(sampling)
     return SamplingParams(logit_bias=bias, structured_outputs=form, **sampling)
 
 
 _FORMS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
-def _form(sampling: dict[str, Any]) -> "StructuredOutputs | None":
+def _pop_structured_outputs(sampling: dict[str, Any]) -> "StructuredOutputs | None":
     """The form that the text must have; takes its options out."""
     from specexport_runtime.sampling.structured import StructuredOutputs
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport_runtime.cli.any_text import typed
+from specexport_runtime.cli.any_text import decode_argument
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.checks import check_text
 
@@ -32,7 +32,7 @@ def read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | N
     elif prompt_file is not None:
         yield PromptItem(read_text(prompt_file))
     elif prompt is not None and prompt != "-":
-        yield PromptItem(typed(prompt))
+        yield PromptItem(decode_argument(prompt))
     else:
         if prompt is None and sys.stdin.isatty():
             raise InvalidRequestError(

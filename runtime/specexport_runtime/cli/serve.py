@@ -8,24 +8,24 @@ from typing import Any
 
 import click
 
-from specexport_runtime.cli.grouped import GroupedCommand, under
-from specexport_runtime.cli.options import NumberOr, engine_flags, find_bundle, take_engine_options
+from specexport_runtime.cli.grouped import GroupedCommand, add_under_heading
+from specexport_runtime.cli.options import NumberOr, engine_flags, find_bundle, pop_engine_options
 from specexport_runtime.engine_options import Use
-from specexport_runtime.errors import MissingDependencyError, pip_install
+from specexport_runtime.errors import MissingDependencyError, make_install_hint
 from specexport_runtime.intake.speculative_config import METHODS
-from specexport_runtime.server.config import ServerConfig, check_key, flag_of, read_keys
+from specexport_runtime.server.config import ServerConfig, check_key, get_flag_name, read_keys
 
 KEY_VARIABLE = "SPECEXPORT_API_KEY"
 """The names of drafters that ``generate`` has, and those of ``speculative_config``."""
 _EXTRA = {"fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client"}
 
 
-def _settings(heading: str) -> list[Callable[[Any], Any]]:
+def _server_options(heading: str) -> list[Callable[[Any], Any]]:
     """An option for each field of ``ServerConfig`` of a heading."""
     found = []
     for each in fields(ServerConfig):
         if each.metadata.get("heading") == heading:
-            flag, choices, text = flag_of(each.name), each.metadata["choices"], each.metadata["text"]
+            flag, choices, text = get_flag_name(each.name), each.metadata["choices"], each.metadata["text"]
             flag = f"{flag}/--no-{flag[2:]}" if isinstance(each.default, bool) else flag
             kind = click.Choice(choices) if choices else int if each.default is None else type(each.default)
             found.append(click.option(flag, each.name, type=kind, default=each.default, show_default=True, help=text))
@@ -75,11 +75,11 @@ _DRAFTING = (
     "log_format",
 )
 @click.argument("bundle", type=click.Path(path_type=Path))
-@under("Server", *_settings("Server"), _NAME)
-@under("Access", *_KEYS)
-@under("Limits", *_settings("Limits"))
-@under("Text", *_settings("Text"))
-@under("Drafting", *_DRAFTING)
+@add_under_heading("Server", *_server_options("Server"), _NAME)
+@add_under_heading("Access", *_KEYS)
+@add_under_heading("Limits", *_server_options("Limits"))
+@add_under_heading("Text", *_server_options("Text"))
+@add_under_heading("Drafting", *_DRAFTING)
 @engine_flags(Use.ANY, Use.BATCH, Use.SERVER)
 def serve(
     bundle: Path,
@@ -101,7 +101,7 @@ def serve(
     if options["max_num_seqs"] is not None:
         check_num_seqs(options["max_num_seqs"], "--max-num-seqs")
     drafting = speculative_config(drafter, num_speculative_tokens)
-    engine = replace(take_engine_options(options), speculative_config=drafting, share_threads=True)
+    engine = replace(pop_engine_options(options), speculative_config=drafting, share_threads=True)
     run = _import_run()
     bundle = find_bundle(bundle)
     load_manifest(bundle)  # a mistyped folder is said before the server says that it listens
@@ -142,5 +142,5 @@ def _import_run() -> Callable[..., int]:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in _EXTRA:
             raise
-        raise MissingDependencyError(f"{error.name} is not installed.", pip_install("serve")) from None
+        raise MissingDependencyError(f"{error.name} is not installed.", make_install_hint("serve")) from None
     return run_server

@@ -27,7 +27,7 @@ class StepCost:
     reading: float  # of all weights, once a step
     token: float  # multiplying all weights that a token meets with it
     fixed: float = 0.0  # whatever the step holds
-    hidden: float = 0.0  # share of the reading behind which products cost next to nothing (0 to 1)
+    hidden: float = 0.0  # share of the reading after which products cost next to nothing (0 to 1)
     unchosen: float = 0.0  # of reading experts that no token chose, were there no token; part of ``reading``
     unchosen_share: float = 0.0  # of an expert, the chance that a token does not choose it
     row: float = 0.0  # of a row's states, and whatever else a row costs

@@ -52,7 +52,7 @@ _WIDEST = 20.0  # a ratio is never mended beyond this; replayed: no bound is 0.2
 _MIN_EXTRA = 0.2  # the same for what draft tokens add: they are multiplied with all weights, however fast
 
 
-def reading_of(drafter: str) -> str:
+def make_reading_key(drafter: str) -> str:
     """Under which the ratio of reading stands: wide steps cost otherwise than those of a token."""
     return drafter + _READING
 
@@ -94,7 +94,7 @@ class LearnedCosts:
         self._steps: dict[int, _Steps] = {}
         self._samples: dict[tuple[str, int], deque[_Sample]] = {}
         self._seen: dict[str, int] = {}
-        self._ratios: dict[str, dict[int, float]] = _read(known)
+        self._ratios: dict[str, dict[int, float]] = _read_ratios(known)
         self._due: dict[tuple[str, int], float] = {}
         self._keep, self._is_kept = keep, True
         told = known.get("drafters") if isinstance(known, dict) else None
@@ -118,7 +118,7 @@ class LearnedCosts:
         """Whether a drafter's steps have never been timed on this machine."""
         return drafter not in self._ratios and self._seen.get(drafter, 0) < _SEEN
 
-    def wants_shorter(self, num_rows: int) -> bool:
+    def needs_shorter_draft(self, num_rows: int) -> bool:
         """Whether a shorter draft would tell something: all steps lately had as many draft tokens."""
         steps = self._steps.get(_size(num_rows))
         if steps is None or not steps.lately[-1].drafted:
@@ -149,7 +149,7 @@ class LearnedCosts:
         if steps.count <= _SOON or not steps.count % _LATER:
             for name, of_size in sorted(self._samples, key=lambda key: key[0] != _EXTRA):
                 if of_size == size:
-                    self._judge(name, size)
+                    self._check_ratio(name, size)
 
     def adopt(self) -> bool:
         """Between two rounds: use what was learned, if something in use is wrong; whether anything changed."""
@@ -179,7 +179,7 @@ class LearnedCosts:
     def _add(self, name: str, size: int, sample: _Sample) -> None:
         self._samples.setdefault((name, size), deque(maxlen=_WINDOW)).append(sample)
 
-    def _judge(self, name: str, size: int) -> None:
+    def _check_ratio(self, name: str, size: int) -> None:
         """Note a ratio that is wrong."""
         used, extra = (self._ratio(each, 1 << (size - 1)) for each in (name, _EXTRA))
         extra = self._due.get((_EXTRA, size), extra)
@@ -192,7 +192,7 @@ class LearnedCosts:
             deviations, share, least = _CERTAIN, _SHARED, _MIN_EXTRA
         elif name.endswith(_READING):
             deviations = _CERTAIN_READINGS
-        found = min(max(_beyond(samples, used, deviations, share), least), _WIDEST)
+        found = min(max(_estimate_ratio(samples, used, deviations, share), least), _WIDEST)
         if max(found / used, used / found) > WRONG:
             self._due[name, size] = found
         else:
@@ -214,7 +214,7 @@ def _extra_sample(before: RoundSeconds, now: RoundSeconds) -> _Sample:
     return ratio, weight, None
 
 
-def _beyond(samples: Collection[tuple[float, float]], used: float, deviations: float, share: float) -> float:
+def _estimate_ratio(samples: Collection[tuple[float, float]], used: float, deviations: float, share: float) -> float:
     """``used``, unless chance hardly put samples and their weights where they are while it is the truth.
 
     Half of the samples, of which ``share`` are independent, lie below the truth, give or take some. The median is
@@ -245,7 +245,7 @@ def _nearest(by_size: Mapping[int, _T], num_rows: int) -> _T | None:
     return by_size[min(by_size, key=lambda known: abs(known - size))] if by_size else None
 
 
-def _read(known: Any) -> dict[str, dict[int, float]]:
+def _read_ratios(known: Any) -> dict[str, dict[int, float]]:
     """Ratios from JSON; none where it is damaged: it can be learned again."""
     try:
         told = (known or {}).get("ratios", {})

@@ -1,7 +1,7 @@
 """The decoding round: draft, verify, accept, commit. One loop for every way to draft; plain decoding drafts nothing.
 
 A request that is decoding has exactly one token that the target has not seen: the last one committed. A round feeds
-it, with the draft tokens behind it, and gets the target's distribution after each of them (Chen et al. 2023,
+it, with the draft tokens after it, and gets the target's distribution after each of them (Chen et al. 2023,
 algorithm 2). Each request accepts its own number of tokens (EMS-SD, Ni et al. 2025). Prompts of requests that have
 just arrived are fed in chunks, in the same packed step.
 """
@@ -16,13 +16,13 @@ from specexport_runtime.decoding.rows import Slots
 from specexport_runtime.decoding.schedule import Scheduler
 from specexport_runtime.decoding.verify import (
     accept,
+    find_kept_path,
     fit_branches,
+    make_row_work,
+    make_target_rows,
     note_paths,
-    path_of,
-    row_work,
     run_target_step,
     score_prompts,
-    target_rows,
 )
 from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.executors.logit_rows import LogitRows
@@ -34,7 +34,7 @@ from specexport_runtime.requests.request import Request, RoundEvent
 from specexport_runtime.requests.stats import PaddingStats, PhaseTimes
 from specexport_runtime.sampling.accept import Verdict
 from specexport_runtime.sampling.grammar import MaskAhead
-from specexport_runtime.sampling.logprobs import logprobs_of
+from specexport_runtime.sampling.logprobs import compute_logprobs
 from specexport_runtime.telemetry.observers import EngineLoad, Observers, RoundRecord
 from specexport_runtime.telemetry.round_log import RoundTracer
 
@@ -133,14 +133,14 @@ class Decoder:
         events = self._verify(ready, drafting, proposals, chunks)
         if counts and self.lengths is not None:
             tokens = sum([len(proposal.nodes) for proposal in proposals.values()])
-            self.lengths.took(tokens, time.perf_counter() - drafted)
+            self.lengths.record_verify_seconds(tokens, time.perf_counter() - drafted)
         if load is not None:
             seconds = time.perf_counter() - start
             plain_seconds = self.tracer.record(events, load, seconds)
             record = RoundRecord(events, prompt_tokens, seconds, plain_seconds, reread, preemptions)
-            self.observers.round_done(record)
+            self.observers.notify_round(record)
         if self._pace is not None:
-            self._pace.note(time.perf_counter() - start, prompt_tokens, len(ready))
+            self._pace.record_step(time.perf_counter() - start, prompt_tokens, len(ready))
         if ready:
             self.times.total += time.perf_counter() - start
             self.times.engine += self.target.executor.engine_seconds + self.drafter.engine_seconds - engines_before
@@ -156,7 +156,7 @@ class Decoder:
         proposals = self.drafter.propose(requests, rooms) if requests else []
         for i, (req, proposal) in enumerate(zip(requests, proposals, strict=True)):
             if proposal.branches:
-                proposals[i] = fit_branches(self.target, req, proposal, self.slots.memory.most_entries(req.row))
+                proposals[i] = fit_branches(self.target, req, proposal, self.slots.memory.max_entries(req.row))
         read = self.drafter.prefill_seconds - read_before
         self.times.count_draft(time.perf_counter() - start, read, [proposal.num_own for proposal in proposals])
         return {req.row: proposal for req, proposal in zip(requests, proposals, strict=True)}
@@ -172,7 +172,7 @@ class Decoder:
         first = requests[0].row
         work = [IDLE] * (requests[-1].row - first + 1)
         for req in requests:
-            work[req.row - first] = row_work(self.target, req, chunks.get(req.row, 1), proposals.get(req.row))
+            work[req.row - first] = make_row_work(self.target, req, chunks.get(req.row, 1), proposals.get(req.row))
         # Where each tree's row begins in the step, and in its text.
         trees = {
             req.row: (sum([len(row.tokens) for row in work[: req.row - first]]), self.target.kv.kv_len(req.row))
@@ -196,7 +196,7 @@ class Decoder:
         verified = [req for req in drafting if req not in broken] if broken else drafting
         events = self._accept(verified, proposals, rows, first, scored)
         tested = [event for event in events if event.tokens and event.request.row in trees]
-        note_paths(self.target, self.drafter, [path_of(event, *trees[event.request.row]) for event in tested])
+        note_paths(self.target, self.drafter, [find_kept_path(event, *trees[event.request.row]) for event in tested])
         events += [RoundEvent(req, [], 0, 0, is_bonus=False) for req in broken]
         if ready:
             self.padding.record_round([len(event.tokens) for event in events if event.request.row not in chunks])
@@ -223,14 +223,14 @@ class Decoder:
             req.row: self.target.logit_starts[req.row - first_row] + scored.get(req.row, 1) - 1 for req in requests
         }
         events = []
-        for req, target in zip(requests, target_rows(requests, proposals, rows, starts), strict=True):
+        for req, target in zip(requests, make_target_rows(requests, proposals, rows, starts), strict=True):
             proposal = proposals[req.row]
             try:
                 if proposal.error is not None:
                     raise proposal.error
                 event = self._commit(req, proposal, accept(req, proposal, target))
                 if req.logprobs is not None:
-                    req.logprobs += logprobs_of(event.tokens, target.logits(event.path), req.params.logprobs or 0)
+                    req.logprobs += compute_logprobs(event.tokens, target.logits(event.path), req.params.logprobs or 0)
                 events.append(event)
             except Exception as error:  # whatever it is, it concerns this request alone
                 req.finish_reason = None  # half a commit may have set it
@@ -260,7 +260,7 @@ class Decoder:
         gamma = None if req.draft_exit is None else req.draft_exit.gamma
         # A draft that could not end early, a copy for example, tells nothing of one that could.
         if req.draft_exit is not None and proposal.gamma is not None:
-            req.draft_exit.observe(*proposal.own_tests(on_chain))
+            req.draft_exit.observe(*proposal.count_own_tests(on_chain))
         if req.adaptive and self.lengths is not None:
             self.lengths.observe(req, proposal, before, on_chain, rejected=on_chain < len(proposal.tokens))
         return event._replace(is_bonus=is_bonus, gamma=gamma)

@@ -98,7 +98,7 @@ class DecodeLoop:
         """Queue requests in order, all for the same round; EngineClosedError, or EndlessWaitError in a fork."""
         self._check_process()
         with self._lock:
-            if (error := self._refusal) is not None:
+            if (error := self._make_refusal) is not None:
                 raise error
             if not handles:
                 return
@@ -127,10 +127,10 @@ class DecodeLoop:
     def trouble(self, stuck_after_s: float) -> EngineClosedError | None:
         """What :attr:`SpecEngine.trouble` is; any thread."""
         if self._closed:
-            return self._refusal
+            return self._make_refusal
         if self._failures >= MAX_FAILURES:
             return EngineDeadError(f"{self._failures} steps failed, one after the other.", _HINT)
-        count, still = len(self._open()), monotonic() - self._moved
+        count, still = len(self._list_open()), monotonic() - self._moved
         if not count or still <= stuck_after_s:
             return None
         return EngineDeadError(f"{count} requests are active, and no round ended for {still:.0f} s.", _HINT)
@@ -144,7 +144,7 @@ class DecodeLoop:
     def load(self) -> EngineLoad:
         """How busy the decoder is; may be asked from any thread, but in a fork (EndlessWaitError)."""
         self._check_process()
-        requests = [handle.request for handle in self._open()]
+        requests = [handle.request for handle in self._list_open()]
         waiting = [each for each in requests if each.row == NO_ROW and each.finish_reason is None]
         return self.decoder.load._replace(num_waiting=len(waiting))
 
@@ -152,7 +152,7 @@ class DecodeLoop:
         """Call ``check`` while nothing is decoded, nor can begin; SpecexportError if a request has not ended."""
         self._check_process()
         with self._lock:
-            if busy := len(self._open()):
+            if busy := len(self._list_open()):
                 raise SpecexportError(f"{busy} requests have not ended.", "wait for them, or cancel them.")
             check()
 
@@ -171,17 +171,17 @@ class DecodeLoop:
 
     def after_fork(self) -> None:
         """This process was forked: the thread is not here, and another may have held the lock."""
-        self._orphaned = self._orphaned or bool(self._open())
+        self._orphaned = self._orphaned or bool(self._list_open())
         self._thread = None
         self._make_queue()
 
-    def _open(self) -> list[RequestHandle]:
+    def _list_open(self) -> list[RequestHandle]:
         """Requests whose owners have not heard of an end."""
         known = [*self._handles.values(), *([self._ending] if self._ending else [])]
         return [handle for handle in known if not handle.done]
 
     @property
-    def _refusal(self) -> EngineClosedError | None:
+    def _make_refusal(self) -> EngineClosedError | None:
         """Why no request is taken any more."""
         if self._defect is not None:
             return EngineDeadError(f"this engine was ended by a defect ({self._defect}).", _HINT)
@@ -197,15 +197,15 @@ class DecodeLoop:
     def serve(self, order: Order) -> bool:
         """Decode until nothing is left to do (decoding thread only); False if that is for good."""
         try:
-            self._obey(order)
+            self._handle_order(order)
             while True:
                 while not self._orders.empty():
-                    self._obey(self._orders.get())
+                    self._handle_order(self._orders.get())
                 if self._closed:  # asked after the orders: the one that says so may have been the last
                     break
                 if not self.decoder.has_work:
                     return True
-                self._round()
+                self._run_round()
             for request in [*self.decoder.running, *self.decoder.scheduler.waiting]:
                 self.decoder.cancel(request)
         except BaseException as error:  # a defect of ours: no caller may wait for ever, or go on with a broken state
@@ -219,7 +219,7 @@ class DecodeLoop:
             _log.error("What an engine had could not be released.", exc_info=error)
         return False
 
-    def _obey(self, order: Order) -> None:
+    def _handle_order(self, order: Order) -> None:
         self._moved = monotonic()
         if isinstance(order, RequestHandle):
             if id(order.request) in self._handles:
@@ -230,7 +230,7 @@ class DecodeLoop:
             for handle in order:
                 self.decoder.add(handle.request)
 
-    def _round(self) -> None:
+    def _run_round(self) -> None:
         try:
             events = self.decoder.step()
         except BaseException as error:  # the engine's: whatever it is, the requests in flight end with it
@@ -278,7 +278,7 @@ class DecodeLoop:
 
     def _finish_all(self) -> None:
         """The thread is over: whoever is left hears of it."""
-        error = None if self._defect is None else self._refusal
+        error = None if self._defect is None else self._make_refusal
         for handle in list(self._handles.values()):
             if error is None:
                 handle.request.end("cancelled")
@@ -290,6 +290,6 @@ class DecodeLoop:
         if self._handles.pop(id(handle.request), None) is not None:
             if error is not None:
                 handle.request.end("error", _as_exception(error))
-            self.decoder.observers.request_done(handle.request)
+            self.decoder.observers.notify_finish(handle.request)
             handle.finish(error)
         self._ending = None

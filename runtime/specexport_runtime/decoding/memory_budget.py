@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
-from specexport_runtime.executors.gpu import gib
+from specexport_runtime.executors.gpu import format_gib
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.request import Request
 
@@ -76,12 +76,12 @@ class MemoryBudget:
             shorter = f"max_model_len of up to {fitting}" if fitting > 1 else "smaller max_model_len"
             raise InvalidRequestError(
                 f"kv_cache_memory_bytes is {limit}, and one request of {self._most} tokens may take {whole} "
-                f"({gib(whole)}).",
+                f"({format_gib(whole)}).",
                 f"give {whole} or more, or a {shorter}.",
             )
 
     def _holding(self, tokens: int) -> Holding:
-        """A request of so many tokens, with a draft behind it, in the caches of each model."""
+        """A request of so many tokens, with a draft after it, in the caches of each model."""
         most = min(tokens, self._most)
         entries = [min(int(most * runner.stretch) + self._slack, runner.kv.capacity) for runner in self._runners]
         each = zip(self._runners, entries, strict=True)
@@ -99,7 +99,7 @@ class MemoryBudget:
         """Bytes that some rows are held for; may be asked from any thread."""
         return sum([held.num_bytes for row in rows if (held := self._held.get(row)) is not None])
 
-    def room_beside(self, req: Request, rows: Iterable[int]) -> int | None:
+    def count_bytes_left(self, req: Request, rows: Iterable[int]) -> int | None:
         """Bytes that are left for kept texts when a request begins beside some rows; None for no limit."""
         return None if self.limit is None else self.limit - self.need(req).num_bytes - self.bytes_of(rows)
 
@@ -110,12 +110,12 @@ class MemoryBudget:
         left = self.limit - self._holding(self._most).num_bytes - self.bytes_of(pinned)
         if (wanted := self._holding(num_tokens).num_bytes) > left:
             raise InvalidRequestError(
-                f"{num_tokens} tokens that are kept for good take {gib(wanted)}, and kv_cache_memory_bytes leaves "
-                f"{gib(max(left, 0))} beside one request of full length.",
+                f"{num_tokens} tokens that are kept for good take {format_gib(wanted)}, and kv_cache_memory_bytes leaves "
+                f"{format_gib(max(left, 0))} beside one request of full length.",
                 "load the engine with more kv_cache_memory_bytes, or a smaller max_model_len.",
             )
 
-    def most_entries(self, row: int) -> int:
+    def max_entries(self, row: int) -> int:
         """Entries that the target may write to a row."""
         capacity, held = self._runners[0].kv.capacity, self._held.get(row)
         return capacity if self.limit is None or held is None else held.entries[0]
@@ -156,7 +156,7 @@ class MemoryBudget:
             if use.spare:
                 held = self._held.get(use.row, _NOTHING)
                 for i, runner in enumerate(self._runners):
-                    runner.give_back(use.row, held.entries[i] if held.entries else 0)
+                    runner.release_pages(use.row, held.entries[i] if held.entries else 0)
                 over -= use.spare
 
     def _uses(self) -> "list[_Use]":

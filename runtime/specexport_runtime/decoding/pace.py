@@ -37,13 +37,13 @@ class Pace:
         """Whether there is any budget."""
         return self.ttft_budget_s is not None or self.itl_budget_s is not None
 
-    def note(self, seconds: float, prompt_tokens: int, num_decoding: int) -> None:
+    def record_step(self, seconds: float, prompt_tokens: int, num_decoding: int) -> None:
         """Learn from the seconds of a step, drafting included, and the prompt tokens that it read."""
         if not prompt_tokens:
-            self._round = _mixed(self._round, seconds)
+            self._round = _smooth(self._round, seconds)
             return
         rest = seconds - ((self._round or 0.0) if num_decoding else 0.0)
-        self._token = _mixed(self._token, max(rest, 0.0) / prompt_tokens)
+        self._token = _smooth(self._token, max(rest, 0.0) / prompt_tokens)
 
     def is_late(self, req: Request, unread: int) -> bool:
         """Whether a first token will come too late, even if only the ``unread`` tokens of its prompt are read."""
@@ -59,5 +59,5 @@ class Pace:
         return min(tokens, max(1, int((self.itl_budget_s - (self._round or 0.0)) / self._token)))
 
 
-def _mixed(known: float | None, new: float) -> float:
+def _smooth(known: float | None, new: float) -> float:
     return new if known is None else known + _WEIGHT * (new - known)

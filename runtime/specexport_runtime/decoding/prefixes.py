@@ -44,7 +44,7 @@ class PrefixMatch(NamedTuple):
     kept: KeptText | None
 
     @property
-    def loses_little(self) -> bool:
+    def can_continue_in_place(self) -> bool:
         """Whether the text may be continued in place: it is kept again, but for a short tail, when that ends."""
         return self.kept is not None and not self.kept.is_pinned and len(self.kept.tokens) - self.common <= SHORT_TAIL
 
@@ -79,7 +79,7 @@ class KeptTexts(dict[int, KeptText]):
                 kept.is_pinned, found = False, True
         return found
 
-    def worth(self, kept: KeptText, at: int | None) -> tuple[bool, bool, int]:
+    def rank_text(self, kept: KeptText, at: int | None) -> tuple[bool, bool, int]:
         """Pinned texts are worth the most, beginnings of other texts the least; then older texts."""
         size = len(kept.tokens)
         contained = any(
@@ -92,16 +92,16 @@ class KeptTexts(dict[int, KeptText]):
         )
         return kept.is_pinned, not contained, kept.used
 
-    def cheaper_than(self, homeless: KeptText, but: Sequence[int | None]) -> int | None:
+    def find_cheaper_row(self, homeless: KeptText, but: Sequence[int | None]) -> int | None:
         """The row, none of ``but``, whose text is worth the least, and less than one without a row; None: none is."""
-        worst, place = self.worth(homeless, None), None
+        worst, place = self.rank_text(homeless, None), None
         for at, kept in self.items():
-            if at not in but and not kept.is_pinned and (worth := self.worth(kept, at)) < worst:
-                worst, place = worth, at
+            if at not in but and not kept.is_pinned and (rank_text := self.rank_text(kept, at)) < worst:
+                worst, place = rank_text, at
         return place
 
 
-def num_common(prompt: Int64Array, tokens: Int64Array) -> int:
+def count_common(prompt: Int64Array, tokens: Int64Array) -> int:
     """Tokens that two texts have in common from their beginning."""
     size = min(len(prompt), len(tokens))
     different = prompt[:size] != tokens[:size]

@@ -67,7 +67,7 @@ class WaitingQueue:
         self._queue_of(req).appendleft(req)
         self._count += 1
 
-    def is_alike(self, req: Request) -> bool:
+    def has_only_peers_of(self, req: Request) -> bool:
         """Whether all have the owner and the priority of ``req``: then fairness has no say."""
         return self._count == len(self._levels.get(req.priority, {}).get(req.owner, ()))
 
@@ -80,7 +80,7 @@ class WaitingQueue:
         # Of equals `min` takes the first: the one whose turn is the longest ago.
         return owners[min(able, key=lambda owner: held.get(owner, 0))][0] if able else None
 
-    def may_pass(self, req: Request) -> bool:
+    def can_be_passed(self, req: Request) -> bool:
         """Whether requests of other owners may begin before one for which there is no memory now."""
         return self._passes.setdefault(req, 0) < MAX_PASSES
 
@@ -108,13 +108,13 @@ class WaitingQueue:
         return self._levels.setdefault(req.priority, {}).setdefault(req.owner, deque())
 
 
-def whom_to_pause(newcomer: Request, slots: Slots) -> Request | None:
+def find_request_to_pause(newcomer: Request, slots: Slots) -> Request | None:
     """The request whose row another had better have: lowest priority, most rows, least to read again; None if none."""
     held = slots.held
 
-    def may_be(req: Request) -> bool:
+    def can_pause(req: Request) -> bool:
         num_read = slots.num_read(req)
-        if req.priority < newcomer.priority or not _is_rested(req, num_read):
+        if req.priority < newcomer.priority or not _can_be_paused(req, num_read):
             return False
         if req.priority == newcomer.priority:
             if req.owner == newcomer.owner:
@@ -124,11 +124,11 @@ def whom_to_pause(newcomer: Request, slots: Slots) -> Request | None:
                 return False
         return slots.can_resume(req)
 
-    able = [req for req in slots.running if may_be(req)]
+    able = [req for req in slots.running if can_pause(req)]
     return max(able, key=lambda req: (req.priority, held[req.owner], -slots.num_read(req)), default=None)
 
 
-def _is_rested(req: Request, num_read: int) -> bool:
+def _can_be_paused(req: Request, num_read: int) -> bool:
     """Whether a request may be paused at all."""
     is_ending = req.num_generated > 0 and req.room_for_drafts < NEARLY_DONE
     if is_ending or req.is_pinned or req.is_scored or req.reads_again:

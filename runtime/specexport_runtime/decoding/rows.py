@@ -25,7 +25,7 @@ from specexport_runtime.decoding.prefixes import (
     KeptTexts,
     PrefixCounts,
     PrefixMatch,
-    num_common,
+    count_common,
 )
 from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.errors import SpecexportError
@@ -123,7 +123,7 @@ class Slots:
         """Rows whose memory no other request may have: those of ``running``, and of texts that are kept for good."""
         return [*(row for req in running if (row := req.row) != NO_ROW), *self.kept.pinned_rows]
 
-    def is_early(self, req: Request) -> bool:
+    def should_wait(self, req: Request) -> bool:
         """Whether a request should wait: another is reading a beginning that both have, and will have it soon."""
         if not self.reuses_prefixes or req.row_scope is None or req.is_scored:
             return False
@@ -132,12 +132,12 @@ class Slots:
         for other in self.running:
             if other.is_decoding or other.row_scope != req.row_scope:
                 continue
-            common = num_common(prompt, np.asarray(other.tokens, np.int64))
+            common = count_common(prompt, np.asarray(other.tokens, np.int64))
             if common > coming:
                 coming, there = common, self.num_read(other)
         if coming - there < WORTH_WAITING:
             return False
-        found = self._longest(req)
+        found = self._find_longest(req)
         return coming - (0 if found is None else found.reused) >= WORTH_WAITING
 
     def can_resume(self, req: Request) -> bool:
@@ -152,7 +152,7 @@ class Slots:
         self._arrivals[id(req)] = req
         if not req.stats.preemptions:
             req.stats.start_time = time.perf_counter()
-        self._begin(req)
+        self._start_request(req)
         self._note_read(req)
 
     def pause(self, req: Request) -> int:
@@ -166,7 +166,7 @@ class Slots:
     def leave(self, req: Request) -> None:
         """A request leaves its row, which keeps its text if another may go on from it, or is cleared."""
         row = req.row
-        if not self._keep(req):
+        if not self._keep_text(req):
             self.target.release_row(row)
             self.drafter.release_row(row)
             self.memory.free(row)
@@ -174,7 +174,7 @@ class Slots:
         self.placed[row], req.row = None, NO_ROW
         del self._arrivals[id(req)]
 
-    def _keep(self, req: Request) -> bool:
+    def _keep_text(self, req: Request) -> bool:
         """Keep the text of a row, if another may go on from it; False if not."""
         count = self.num_read(req)
         if req.is_pinned:
@@ -204,11 +204,11 @@ class Slots:
         for row in tuple(self.kept):
             self._drop(row)
 
-    def _begin(self, req: Request) -> None:
+    def _start_request(self, req: Request) -> None:
         self._clock += 1
         found, is_new = None, not req.stats.preemptions
         if self.reuses_prefixes and req.row_scope is not None and not req.is_scored:
-            found = self._longest(req)
+            found = self._find_longest(req)
             if is_new:
                 req.stats.cached_tokens = 0
                 self.counts.queries += req.num_prompt_tokens
@@ -232,7 +232,7 @@ class Slots:
             self.target.copy_row(source, req.row, found.reused)
             self.drafter.copy_row(source, req.row, found.drafts)
             self.counts.copied += found.reused
-        self.target.go_on(req.row, found.reused)
+        self.target.resume_row(req.row, found.reused)
         self.drafter.adopt(req, found.drafts, found.reused)
         if is_new:
             req.stats.cached_tokens = found.reused
@@ -244,14 +244,14 @@ class Slots:
         A text that it continues is kept again when it ends; one that would lose more of its own stays, where there is
         memory for both.
         """
-        is_continued = found is not None and found.loses_little
-        room = self.memory.room_beside(req, [other.row for other in self.running if other is not req])
+        is_continued = found is not None and found.can_continue_in_place
+        room = self.memory.count_bytes_left(req, [other.row for other in self.running if other is not req])
         if room is None:
             return is_continued
         others = [row for row in self.kept if found is None or row != found.row]
         room -= self.memory.bytes_of(self.kept if not is_continued else others)
         if room < 0:
-            for row in sorted(others, key=lambda row: self.kept.worth(self.kept[row], row)):
+            for row in sorted(others, key=lambda row: self.kept.rank_text(self.kept[row], row)):
                 if room >= 0 or self.kept[row].is_pinned:
                     break
                 room += self.memory.bytes_of([row])
@@ -259,14 +259,14 @@ class Slots:
         may_lose = found is not None and found.kept is not None and not found.kept.is_pinned
         return is_continued or (room < 0 and may_lose)
 
-    def _longest(self, req: Request) -> PrefixMatch | None:
+    def _find_longest(self, req: Request) -> PrefixMatch | None:
         """What a request would go on from; None if no row has enough of its text."""
         prompt = np.asarray(req.tokens, np.int64)
         best: PrefixMatch | None = None
-        for row, kept, tokens, drafts in self._texts(req):
-            common = num_common(prompt, tokens)
+        for row, kept, tokens, drafts in self._iter_texts(req):
+            common = count_common(prompt, tokens)
             reused = min(common, len(prompt) - 1)  # the last token is read again: its logits are wanted
-            least = max(MIN_REUSED, self.target.least_len(row))
+            least = max(MIN_REUSED, self.target.min_reusable_len(row))
             if reused < least or (best is not None and reused < best.reused):
                 continue
             given = self.drafter.snapshot(drafts) if isinstance(drafts, Request) else drafts
@@ -277,7 +277,7 @@ class Slots:
                 best = PrefixMatch(common, reused, row, given, kept)
         return best
 
-    def _texts(self, req: Request) -> Iterator[tuple[int, KeptText | None, Int64Array, Any]]:
+    def _iter_texts(self, req: Request) -> Iterator[tuple[int, KeptText | None, Int64Array, Any]]:
         """Row, what is kept, tokens, and what the drafter has, of every text that a request may go on from."""
         for row, kept in self.kept.items():
             if kept.scope == req.row_scope:
@@ -315,7 +315,7 @@ class Slots:
         taken = {req.row for req in self.running} | {row} | self.kept.keys()
         # From the end: requests fill the rows from the front.
         place = next((at for at in reversed(range(self.target.kv.num_rows)) if at not in taken), None)
-        if place is None and (place := self.kept.cheaper_than(kept, (row, but))) is not None:
+        if place is None and (place := self.kept.find_cheaper_row(kept, (row, but))) is not None:
             self._drop(place)
         if place is None:
             self._drop(row)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from specexport_runtime.decoding.pace import Pace
-from specexport_runtime.decoding.queue import WaitingQueue, whom_to_pause
+from specexport_runtime.decoding.queue import WaitingQueue, find_request_to_pause
 from specexport_runtime.decoding.rows import Slots
 from specexport_runtime.requests.request import NO_ROW, Request
 
@@ -70,7 +70,7 @@ def bound_scored(chunks: Mapping[int, int], scored: Collection[int]) -> dict[int
     return bounded
 
 
-def go_alone(ready: Sequence[Request], ending: Sequence[Request]) -> list[Request]:
+def select_to_go_alone(ready: Sequence[Request], ending: Sequence[Request]) -> list[Request]:
     """Requests of ``ending`` that have a step for themselves, so that a first token waits for no round.
 
     Only owners of whom nothing decodes, and requests that are more urgent than all ``ready``; no draw changes.
@@ -140,26 +140,28 @@ class Scheduler:
         ready = [req for req in placed if req is not None and req.is_decoding]
         if len(ready) == len(placed) and not (self.waiting and self._can_admit()):
             return ready, {}  # most rounds: all requests decode, and none can come
-        self.place(_most_tokens(ready))
+        self.admit_waiting(_count_most_tokens(ready))
         running = self.slots.running
         ready = [req for req in running if req.is_decoding]
-        busy = _most_tokens(ready)
-        if self._limit is not None:  # a request with one token to read drafts behind it
-            busy += _most_tokens([req for req in running if not req.is_decoding and self.slots.num_unread(req) == 1])
+        busy = _count_most_tokens(ready)
+        if self._limit is not None:  # a request with one token to read drafts after it
+            busy += _count_most_tokens(
+                [req for req in running if not req.is_decoding and self.slots.num_unread(req) == 1]
+            )
         # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
         if self._mixes_prefill and (self._limit is None or busy + self.min_prefill_tokens <= self._limit):
             chunks = self.share(busy)
-            alone = [] if self._sat_out else go_alone(ready, self.slots.ending(chunks))
+            alone = [] if self._sat_out else select_to_go_alone(ready, self.slots.ending(chunks))
             self._sat_out = bool(alone)
             return ([], {req.row: chunks[req.row] for req in alone}) if alone else (ready, chunks)
         chunks = self.share(0)
         return ([], dict([next(iter(chunks.items()))])) if chunks else (ready, chunks)
 
-    def place(self, busy_tokens: int) -> None:
+    def admit_waiting(self, busy_tokens: int) -> None:
         """Admit what fits, then close the holes that are left; requests that decode may take ``busy_tokens``.
 
         A request is admitted when a row is free, or can be made free, and the step still has budget for its prompt. If
-        there is no memory for it, it waits, and all behind it but some of other owners. What raises before
+        there is no memory for it, it waits, and all after it but some of other owners. What raises before
         a row is touched ends that request.
         """
         slots, passed = self.slots, set[str]()
@@ -169,13 +171,13 @@ class Scheduler:
                 if not self._has_budget(req, busy_tokens):
                     passed.add(req.owner)
                     continue
-                if row == NO_ROW and (victim := self._victim(req)) is None:
+                if row == NO_ROW and (victim := self._find_victim(req)) is None:
                     break
-                if slots.is_early(req):
+                if slots.should_wait(req):
                     passed.add(req.owner)
                     continue
                 if not slots.fits(req):
-                    if not self.waiting.may_pass(req):
+                    if not self.waiting.can_be_passed(req):
                         break
                     passed.add(req.owner)
                     continue
@@ -206,28 +208,28 @@ class Scheduler:
             return {}
         is_awaited = any(not req.reads_again for req in reads)
         again = min(self.min_prefill_tokens if is_awaited else REREAD_CHUNK, most)
-        readings = [self._reading(req, again if req.reads_again else most) for req in reads]
+        readings = [self._make_reading(req, again if req.reads_again else most) for req in reads]
         num_decoding = len(self.slots.running) - len(reads)
         left = self._pace.most(self.max_num_batched_tokens - busy_tokens, num_decoding)
         chunks = share_tokens(readings, max(left, self.min_prefill_tokens))
         chunks = bound_scored(chunks, [req.row for req in reads if req.is_scored])
-        if self._limit is not None:  # a prompt's end has a draft behind it: the last token waits where it does not fit
+        if self._limit is not None:  # a prompt's end has a draft after it: the last token waits where it does not fit
             left = self._limit - busy_tokens - sum(chunks.values())
             for req in [each for each in self.slots.ending(chunks) if chunks[each.row] > 1]:
-                drafts = _most_tokens([req]) - 1
+                drafts = _count_most_tokens([req]) - 1
                 waits = drafts > left
                 chunks[req.row] -= waits
                 left += 1 if waits else -drafts
         return chunks
 
-    def _reading(self, req: Request, wanted: int) -> PromptReading:
+    def _make_reading(self, req: Request, wanted: int) -> PromptReading:
         """What a request has to read: up to ``wanted`` tokens now."""
         unread = self.slots.num_unread(req) - req.reads_again
         return PromptReading(req, min(unread, wanted), unread, self._pace.is_late(req, unread))
 
     def _can_admit(self) -> bool:
         """Whether a row is free for a request that waits, or may be made free."""
-        return self.slots.free_row != NO_ROW or self._victim(None) is not None
+        return self.slots.free_row != NO_ROW or self._find_victim(None) is not None
 
     def _has_budget(self, req: Request, busy_tokens: int) -> bool:
         """Whether a request would get tokens now: others read before it, but for owners with whom it shares."""
@@ -238,14 +240,14 @@ class Scheduler:
         ]
         return not before or self.max_num_batched_tokens - busy_tokens > sum(before)
 
-    def _victim(self, req: Request | None) -> Request | None:
+    def _find_victim(self, req: Request | None) -> Request | None:
         """Whom to pause for a request, or for the next that waits."""
-        if all(each is None or self.waiting.is_alike(each) for each in self.slots.placed):
+        if all(each is None or self.waiting.has_only_peers_of(each) for each in self.slots.placed):
             return None
         req = req or self.waiting.next(self.slots.held)
-        return req and whom_to_pause(req, self.slots)
+        return req and find_request_to_pause(req, self.slots)
 
 
-def _most_tokens(ready: Sequence[Request]) -> int:
+def _count_most_tokens(ready: Sequence[Request]) -> int:
     """Tokens that requests with one token to read may take in a step."""
     return sum([1 + min(req.room_for_drafts, req.max_lookahead) for req in ready])

@@ -8,44 +8,44 @@ from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.executors.logit_rows import NO_TOKEN, LogitRows
-from specexport_runtime.executors.row_kernels import RowAsk, whole_row
+from specexport_runtime.executors.row_kernels import RowAsk, ask_whole_row
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.records import Proposal
 from specexport_runtime.requests.request import Request, RoundEvent
-from specexport_runtime.sampling.accept import Verdict, accept_greedy, first_refused
+from specexport_runtime.sampling.accept import Verdict, accept_greedy, find_first_refused
 from specexport_runtime.sampling.block import RULES, Chances, accept_block, find_chances, tested_places
 from specexport_runtime.sampling.device import Residual, RowDistribution, find_masses
 from specexport_runtime.sampling.distribution import Distribution
-from specexport_runtime.sampling.logprobs import logprobs_of
+from specexport_runtime.sampling.logprobs import compute_logprobs
 from specexport_runtime.sampling.tree import TREE_RULES, accept_tree_greedy
 
 
-def row_asks(req: Request, proposal: Proposal, width: int) -> list[RowAsk]:
+def make_row_asks(req: Request, proposal: Proposal, width: int) -> list[RowAsk]:
     """What is asked of the rows of logits [K+1, ``width``] that test a draft; nothing: the greedy tokens will do."""
     drafted = proposal.tokens
     if req.logprobs is None and req.sampler.is_plain_greedy:
         return []
     if proposal.branches or req.sampler.is_greedy:
-        return [whole_row(width)] * (len(proposal.nodes) + 1)
+        return [ask_whole_row(width)] * (len(proposal.nodes) + 1)
     asks = [req.sampler.ask(req.draws.peek(j).resample, width, token) for j, token in enumerate([*drafted, NO_TOKEN])]
-    return asks if req.logprobs is None else [_fetched(ask) for ask in asks]
+    return asks if req.logprobs is None else [_with_fetch(ask) for ask in asks]
 
 
-def _fetched(ask: RowAsk) -> RowAsk:
+def _with_fetch(ask: RowAsk) -> RowAsk:
     return ask._replace(rule=ask.rule._replace(fetch=True))
 
 
-def row_work(target: ModelRunner, req: Request, count: int, proposal: Proposal | None) -> RowWork:
-    """``count`` tokens that the target has not seen, and the draft behind them."""
+def make_row_work(target: ModelRunner, req: Request, count: int, proposal: Proposal | None) -> RowWork:
+    """``count`` tokens that the target has not seen, and the draft after them."""
     kv_len, width = target.kv.kv_len(req.row), target.executor.vocab_size
     known = req.tokens[kv_len : kv_len + count]
-    scored = [whole_row(width)] * count if req.is_scored else []
+    scored = [ask_whole_row(width)] * count if req.is_scored else []
     if proposal is None:
         return RowWork(known, len(scored) or 1, adapter=req.adapter, asks=scored)
     nodes, chain = proposal.nodes, len(proposal.tokens)
-    asks = row_asks(req, proposal, width)
+    asks = make_row_asks(req, proposal, width)
     if scored:  # the last of these rows tests the draft's first token
-        asks = [*scored[1:], _fetched(asks[0]), *asks[1:]] if asks else scored
+        asks = [*scored[1:], _with_fetch(asks[0]), *asks[1:]] if asks else scored
     # A root's parent is the newest token, which stands before the draft.
     parents = [place - branch.parent for place, branch in enumerate(proposal.branches, start=chain)]
     wanted = len(nodes) + (len(scored) or 1)
@@ -94,7 +94,7 @@ def run_target_step(
         similarity = executor.similarity
         for req in measured:
             begin = starts[req.row - first_row]
-            # Of a prompt that ends here and has a draft behind it, the draft tokens are no part.
+            # Of a prompt that ends here and has a draft after it, the draft tokens are no part.
             end = begin + min(len(work[req.row - first_row].tokens), len(req.tokens) - target.kv.kv_len(req.row))
             drafter.note_similarity(req, similarity[:, begin:end])
     if read:
@@ -107,7 +107,7 @@ def run_target_step(
     return output
 
 
-class PathOf(NamedTuple):
+class KeptPath(NamedTuple):
     """What stays of a tree that was tested."""
 
     request: Request
@@ -115,15 +115,15 @@ class PathOf(NamedTuple):
     places: list[int]  # in the step, of the row's tokens that stay
 
 
-def path_of(event: RoundEvent, start: int, position: int) -> PathOf:
+def find_kept_path(event: RoundEvent, start: int, position: int) -> KeptPath:
     """What stays of a tree, whose row began at token ``start`` of the step, and at ``position`` of its text."""
     req, path = event.request, range(event.accepted) if event.path is None else event.path[: event.accepted]
-    # The draft's first node stands behind what was known of the text before the round.
+    # The draft's first node stands after what was known of the text before the round.
     draft = start + len(req.tokens) - len(event.tokens) - position
-    return PathOf(req, position, [*range(start, draft), *[draft + place for place in path]])
+    return KeptPath(req, position, [*range(start, draft), *[draft + place for place in path]])
 
 
-def note_paths(target: ModelRunner, drafter: Drafter, paths: Sequence[PathOf]) -> None:
+def note_paths(target: ModelRunner, drafter: Drafter, paths: Sequence[KeptPath]) -> None:
     """Give the drafter the features of the tokens that stay of trees, from the last step."""
     for req, start, places in paths:
         if drafter.wants_features(req):
@@ -147,17 +147,17 @@ def score_prompts(
 
 
 def note_scores(req: Request, start: int, logits: Float32Array) -> None:
-    """Keep the prompt's log-probabilities behind ``start``, from logits [n, V]; CheckFailedError for NaN or +inf."""
+    """Keep the prompt's log-probabilities after ``start``, from logits [n, V]; CheckFailedError for NaN or +inf."""
     if req.prompt_logprobs is None:
         return
     following = req.tokens[start + 1 : min(start + 1 + len(logits), req.num_prompt_tokens)]
-    req.prompt_logprobs += logprobs_of(following, logits[: len(following)], req.params.prompt_logprobs or 0)
+    req.prompt_logprobs += compute_logprobs(following, logits[: len(following)], req.params.prompt_logprobs or 0)
 
 
 class TargetRows:
-    """What the target says behind one request's draft: the rows of logits of a step from ``begin`` on.
+    """What the target says after one request's draft: the rows of logits of a step from ``begin`` on.
 
-    The first row is behind the text, and row i + 1 behind node i of the draft.
+    The first row is after the text, and row i + 1 after node i of the draft.
     """
 
     def __init__(self, req: Request, proposal: Proposal, rows: LogitRows, begin: int) -> None:
@@ -165,7 +165,7 @@ class TargetRows:
         self._made: dict[int, Distribution] = {}
         self.chances: Chances | None = None  # of a draft that is accepted as a block
 
-    def _before(self, place: int) -> list[int]:
+    def _list_drafted_before(self, place: int) -> list[int]:
         """Draft tokens before a row: those of the node's own path."""
         proposal = self._proposal
         if not proposal.branches:
@@ -177,7 +177,7 @@ class TargetRows:
         """The token of a row; CheckFailedError if its logits hold a NaN."""
         sampler = self._req.sampler
         if not sampler.is_plain:
-            return sampler.greedy_token(self._rows[self._begin + place].fetch(), self._before(place))
+            return sampler.greedy_token(self._rows[self._begin + place].fetch(), self._list_drafted_before(place))
         token = self._rows.token_ids[self._begin + place]  # one argmax serves all requests
         if token == NO_TOKEN:
             raise CheckFailedError("the target's logits contain NaN.", "run `specexport verify` on this bundle.")
@@ -188,15 +188,17 @@ class TargetRows:
         distribution = self._made.get(place)
         if distribution is None:
             row = self._rows[self._begin + place]
-            distribution = self._made[place] = self._req.sampler.row_distribution(row, self._before(place))
+            distribution = self._made[place] = self._req.sampler.make_row_distribution(
+                row, self._list_drafted_before(place)
+            )
         return distribution
 
     def logits(self, path: Sequence[int] | None) -> Float32Array:
-        """Raw logits [n, V], those behind the nodes of ``path`` alone if there is one."""
+        """Raw logits [n, V], those after the nodes of ``path`` alone if there is one."""
         logits = self._rows.fetch(self._begin, self._begin + len(self._proposal.nodes) + 1)
         return logits if path is None else logits[[0, *[place + 1 for place in path]]]
 
-    def ask_ahead(self) -> list[Residual]:
+    def list_residual_asks(self) -> list[Residual]:
         """The residuals that the draft may end with, of rows that a look at costs a wait."""
         req, proposal, draws = self._req, self._proposal, self._req.draws
         drafted, drafts = proposal.tokens, proposal.distributions
@@ -204,7 +206,7 @@ class TargetRows:
             return []
         places: Iterable[tuple[int, float]]
         if req.acceptance == "token":
-            place, _, token = first_refused(drafted, drafts, self.distribution, draws)
+            place, _, token = find_first_refused(drafted, drafts, self.distribution, draws)
             places = [(place, 1.0)] if token is None else []
         else:
             self.chances = find_chances(drafted, drafts, self.distribution, draws)
@@ -220,7 +222,7 @@ class TargetRows:
 
 
 def accept(req: Request, proposal: Proposal, rows: TargetRows) -> Verdict:
-    """How much of a draft stays, and what comes behind it."""
+    """How much of a draft stays, and what comes after it."""
     nodes = proposal.nodes
     if req.sampler.is_greedy:
         if proposal.branches:
@@ -236,7 +238,7 @@ def accept(req: Request, proposal: Proposal, rows: TargetRows) -> Verdict:
     return RULES[req.acceptance](nodes, proposal.distributions, rows.distribution, req.draws)
 
 
-def target_rows(
+def make_target_rows(
     requests: Sequence[Request],
     proposals: Mapping[int, Proposal],
     rows: LogitRows,
@@ -249,6 +251,6 @@ def target_rows(
         asked: list[Residual] = []
         for each in found:
             with suppress(Exception):  # acceptance meets it again
-                asked += each.ask_ahead()
+                asked += each.list_residual_asks()
         find_masses(asked)
     return found

@@ -8,7 +8,7 @@
                       token:    .    .    c    M    M    M
 
 With masks (P-EAGLE), an entry has a token and a feature, the learned one beside a mask. In a block (DFlash), an entry
-has either: features are context, and behind them comes a block that begins with the newest token; where that place
+has either: features are context, and after them comes a block that begins with the newest token; where that place
 guesses too (DSpark), there is a mask less. What stands for unknown tokens is forgotten after the step, and so is the
 whole block.
 """
@@ -26,7 +26,7 @@ from specexport_runtime.packing.batch import RowWork
 from specexport_runtime.requests.request import Request
 
 
-class AtOnce(NamedTuple):
+class ParallelWork(NamedTuple):
     """A draft in one step."""
 
     work: RowWork  # what the head is fed; its last entries are the places of the draft
@@ -46,19 +46,21 @@ class ParallelCost(EngineCost):
         return self._curve.seconds(num_rows, num_rows) / num_rows
 
 
-def entry_tokens(tokens: Sequence[int], mask: MaskInput | None) -> list[int]:
-    """Input ids of the entries of known features, by the token behind each; ``mask`` None: token after token."""
+def make_entry_tokens(tokens: Sequence[int], mask: MaskInput | None) -> list[int]:
+    """Input ids of the entries of known features, by the token after each; ``mask`` None: token after token."""
     return [CONTEXT_ID] * len(tokens) if mask is not None and mask.block_size is not None else list(tokens)
 
 
-def num_behind(count: int, mask: MaskInput) -> int:
-    """Entries behind those of features in a draft of ``count`` tokens: unknown ones, and the newest one of a block."""
+def count_entries_behind(count: int, mask: MaskInput) -> int:
+    """Entries after those of features in a draft of ``count`` tokens: unknown ones, and the newest one of a block."""
     return count - 1 if mask.block_size is None else count + (not mask.from_anchor)
 
 
-def draft_work(tokens: Sequence[int], features: Float32Array, newest: int, count: int, mask: MaskInput) -> AtOnce:
-    """The step that drafts ``count`` tokens behind ``newest`` and unread ``tokens`` with ``features`` [n, E]."""
+def make_parallel_work(
+    tokens: Sequence[int], features: Float32Array, newest: int, count: int, mask: MaskInput
+) -> ParallelWork:
+    """The step that drafts ``count`` tokens after ``newest`` and unread ``tokens`` with ``features`` [n, E]."""
     first = [] if mask.block_size is None else [newest]
-    behind = [*first, *[mask.token] * (num_behind(count, mask) - len(first))]
+    behind = [*first, *[mask.token] * (count_entries_behind(count, mask) - len(first))]
     whole = np.concatenate([features, np.tile(mask.feature, (len(behind), 1))])
-    return AtOnce(RowWork([*tokens, *behind], count, whole), len(tokens))
+    return ParallelWork(RowWork([*tokens, *behind], count, whole), len(tokens))

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specexport_runtime.requests.records import Begun, DrafterTraits, Proposal
+from specexport_runtime.requests.records import DrafterTraits, DraftPrefix, Proposal
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.arrays import CutHead, MaskInput
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from specexport_runtime.requests.request import Request
 
 __all__ = [
-    "Begun",
     "DraftOffer",
+    "DraftPrefix",
     "Drafter",
     "DrafterFactory",
     "DrafterKind",
@@ -51,7 +51,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(
-        self, requests: "Sequence[Request]", lookaheads: Sequence[int], begun: "Sequence[Begun] | None" = None
+        self, requests: "Sequence[Request]", lookaheads: Sequence[int], begun: "Sequence[DraftPrefix] | None" = None
     ) -> list[Proposal]:
         """Up to ``lookaheads[i]`` draft tokens for each request. 0 must return an empty proposal.
 
@@ -60,7 +60,7 @@ class Drafter(ABC):
             lookaheads: most tokens of its own, for each.
             begun: the beginning of each draft, which is part of what is returned; None if none has begun. A drafter
                 that has nothing to add returns an empty proposal. Given only with ``traits.goes_on``: a drafter that
-                cannot go on behind draft tokens is not asked in a round in which a grammar forces tokens of the
+                cannot go on after draft tokens is not asked in a round in which a grammar forces tokens of the
                 request, and may leave the argument out.
         """
 

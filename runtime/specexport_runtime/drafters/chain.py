@@ -1,10 +1,10 @@
-"""Several drafters behind one: each request names those it wants, and the first that finds something drafts."""
+"""Several drafters after one: each request names those it wants, and the first that finds something drafts."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specexport_runtime.drafters.base import Begun, Drafter, DrafterTraits
+from specexport_runtime.drafters.base import Drafter, DrafterTraits, DraftPrefix
 from specexport_runtime.drafters.forced import BegunDrafts, begin_drafts, shorten
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
@@ -28,7 +28,7 @@ class ChainDrafter(Drafter):
     what it has seen of a request.
     """
 
-    traits = DrafterTraits(default_lookahead=1)  # of itself; plans ask the drafters behind it
+    traits = DrafterTraits(default_lookahead=1)  # of itself; plans ask the drafters after it
 
     def __init__(self, drafters: Mapping[str, Drafter] | None = None, lengths: Controller | None = None) -> None:
         self.drafters = dict(sorted((drafters or {}).items(), key=lambda item: not item[1].traits.is_free))
@@ -48,7 +48,7 @@ class ChainDrafter(Drafter):
         self,
         requests: Sequence[Request],
         lookaheads: Sequence[int],
-        begun: Sequence[Begun] | None = None,  # noqa: ARG002 - drafts begin here, with what grammars force
+        begun: Sequence[DraftPrefix] | None = None,  # noqa: ARG002 - drafts begin here, with what grammars force
     ) -> list[Proposal]:
         """Draft tokens for each request, in ascending rows, at most as many as it has room for (``lookaheads``)."""
         forced = begin_drafts(requests, lookaheads)
@@ -62,9 +62,9 @@ class ChainDrafter(Drafter):
         if lengths is not None and forced is not None:
             lengths.begun(sum([len(each.tokens) for each in forced.drafts]))
         while any(plans):
-            name = self._next({plan[0][0] for plan in plans if plan})
+            name = self._find_next({plan[0][0] for plan in plans if plan})
             limits = [plan[0][1] if plan and plan[0][0] == name else 0 for plan in plans]
-            found, allowed = self._ask(name, requests, limits, lengths, forced)
+            found, allowed = self._propose_with(name, requests, limits, lengths, forced)
             for i, limit in enumerate(limits):
                 if not limit:
                     continue
@@ -78,13 +78,13 @@ class ChainDrafter(Drafter):
         if forced is not None:
             proposals = forced.extend(proposals)
         if lengths is not None:
-            proposals = lengths.branched(requests, proposals)
+            proposals = lengths.choose_branches(requests, proposals)
         for i, asked in traces.items():
             promised = () if lengths is None or not requests[i].adaptive else lengths.promises(requests[i], asked)
             proposals[i] = proposals[i]._replace(asked=tuple(asked), promised=promised)
         return proposals
 
-    def _ask(
+    def _propose_with(
         self,
         name: str,
         requests: Sequence[Request],
@@ -95,10 +95,10 @@ class ChainDrafter(Drafter):
         """Drafts of one drafter, as long as they may be."""
         drafter = self.drafters[name]
         if lengths is None:
-            return _drafts_of(drafter, requests, limits, begun), [None] * len(limits)
+            return _propose_within_grammars(drafter, requests, limits, begun), [None] * len(limits)
         if drafter.traits.is_free:
-            lengths.look(name, requests, limits)
-            found = _drafts_of(drafter, requests, limits, begun)
+            lengths.allow_copy_branches(name, requests, limits)
+            found = _propose_within_grammars(drafter, requests, limits, begun)
             allowed = lengths.cut(name, requests, found, limits)
             cut = [
                 proposal
@@ -113,7 +113,7 @@ class ChainDrafter(Drafter):
         if not any(most):
             return [_NOTHING] * len(most), allowed
         start = time.perf_counter()
-        found = _drafts_of(drafter, requests, most, begun)
+        found = _propose_within_grammars(drafter, requests, most, begun)
         lengths.drafted(name, requests, found, time.perf_counter() - start)
         return found, allowed
 
@@ -125,7 +125,7 @@ class ChainDrafter(Drafter):
         own = next(lookahead for drafter, lookahead in req.draft_plan if drafter == name)
         return Allowed(limit, "fixed" if limit == own else "room")
 
-    def _next(self, wanted: set[str]) -> str:
+    def _find_next(self, wanted: set[str]) -> str:
         for name in self.drafters:
             if name in wanted:
                 return name
@@ -148,14 +148,14 @@ class ChainDrafter(Drafter):
 
     def can_restart(self, request: Request) -> bool:
         """Whether every drafter of the request's plan can go on when it was paused."""
-        return all(drafter.can_restart(request) for drafter in self._planned(request))
+        return all(drafter.can_restart(request) for drafter in self._list_planned(request))
 
     def restart(self, request: Request) -> None:
         """Tell every drafter, and what chooses their lengths; see ``Drafter.restart``."""
         for drafter in self.drafters.values():
             drafter.restart(request)
         if self.lengths is not None:
-            self.lengths.restarted(request)
+            self.lengths.record_pause(request)
 
     def snapshot(self, request: Request) -> Mapping[str, Any]:
         """What each drafter has of a request's row, by name; see ``Drafter.snapshot``."""
@@ -192,25 +192,25 @@ class ChainDrafter(Drafter):
 
     def wants_similarity(self, request: Request) -> bool:
         """Whether a drafter of the request's plan does."""
-        return any(drafter.wants_similarity(request) for drafter in self._planned(request))
+        return any(drafter.wants_similarity(request) for drafter in self._list_planned(request))
 
     def note_similarity(self, request: Request, similarity: Float32Array) -> None:
         """Tell the drafters of the request's plan that want to know."""
-        for drafter in self._planned(request):
+        for drafter in self._list_planned(request):
             if drafter.wants_similarity(request):
                 drafter.note_similarity(request, similarity)
 
     def wants_features(self, request: Request) -> bool:
         """Whether a drafter of the request's plan does."""
-        return any(drafter.wants_features(request) for drafter in self._planned(request))
+        return any(drafter.wants_features(request) for drafter in self._list_planned(request))
 
     def note_features(self, request: Request, start: int, features: Float32Array) -> None:
         """Tell the drafters of the request's plan that want to know."""
-        for drafter in self._planned(request):
+        for drafter in self._list_planned(request):
             if drafter.wants_features(request):
                 drafter.note_features(request, start, features)
 
-    def _planned(self, request: Request) -> Iterator[Drafter]:
+    def _list_planned(self, request: Request) -> Iterator[Drafter]:
         """The drafters of a request's plan."""
         return (self.drafters[name] for name, _ in request.draft_plan)
 
@@ -218,7 +218,7 @@ class ChainDrafter(Drafter):
 _NOTHING = Proposal([], end="none")
 
 
-def _drafts_of(
+def _propose_within_grammars(
     drafter: Drafter, requests: Sequence[Request], limits: Sequence[int], begun: BegunDrafts | None
 ) -> list[Proposal]:
     """What a drafter proposes, within the grammars of the requests."""

@@ -6,7 +6,7 @@ from specexport_runtime.requests.records import Branch
 from specexport_runtime.requests.request import Request
 
 
-def room_for_branches(request: Request, chain: int) -> int:
+def count_branch_room(request: Request, chain: int) -> int:
     """Most branches of a copy beside a chain of so many tokens; a controller says it by the siblings that it allows."""
     room = max(request.tree_size - chain, 0)
     return min(sum(request.siblings), room) if request.adaptive else room
@@ -36,7 +36,7 @@ class Continuations:
             parent = place
 
     def branches(self, room: int) -> tuple[Branch, ...]:
-        """The likeliest tokens beside the chain, or behind it, in the order of their chances."""
+        """The likeliest tokens beside the chain, or after it, in the order of their chances."""
         others = sorted(
             range(self._length, len(self._tokens)), key=lambda place: (-self._chances[place], self._depths[place])
         )

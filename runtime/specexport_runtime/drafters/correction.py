@@ -25,7 +25,7 @@ class Correction(Protocol):
     """The logits of one draft."""
 
     def logits(self, drafted: Sequence[int]) -> Float32Array:
-        """Corrected logits [N] behind ``drafted``, -inf for tokens it never is; CheckFailedError for NaN or +inf."""
+        """Corrected logits [N] after ``drafted``, -inf for tokens it never is; CheckFailedError for NaN or +inf."""
         ...
 
     def confidence(self, drafted: Sequence[int]) -> float | None:
@@ -37,11 +37,11 @@ class Corrector(Protocol):
     """How a head corrects logits."""
 
     def begin(self, logits: Float32Array, states: Float32Array, newest: int) -> Correction:
-        """A draft behind ``newest``; its places' ``logits`` [K, N] and ``states`` [K, E] may be overwritten later."""
+        """A draft after ``newest``; its places' ``logits`` [K, N] and ``states`` [K, E] may be overwritten later."""
         ...
 
 
-def corrector_of(mask: "MaskInput | None") -> Corrector | None:
+def make_corrector(mask: "MaskInput | None") -> Corrector | None:
     """How a head corrects its logits; None if it does not."""
     tables = None if mask is None else mask.correction
     if tables is None:

@@ -10,23 +10,23 @@ import numpy as np
 
 from specexport_runtime.drafters.siblings import (
     MAX_OFFERED,
-    combined,
-    drawn_siblings,
+    choose_default_siblings,
+    combine_branches,
+    draw_siblings,
+    find_runners_up,
     path_chances,
-    runners_up,
-    usual_siblings,
 )
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.logit_rows import NO_TOKEN, Float32Array, LogitRow, NumpyRows
-from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, RowRule, whole_row
+from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, RowRule, ask_whole_row
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from specexport_runtime.requests.records import Begun, Branch, DraftEnd, Proposal
+from specexport_runtime.requests.records import Branch, DraftEnd, DraftPrefix, Proposal
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.distribution import Distribution, sample_token
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.arrays import CutHead
-    from specexport_runtime.drafters.at_once import AtOnce
+    from specexport_runtime.drafters.at_once import ParallelWork
     from specexport_runtime.drafters.correction import Correction, Corrector
 
 _Rows = TypeVar("_Rows")
@@ -41,19 +41,21 @@ class Draft:
     token that is forced takes a step too.
     """
 
-    def __init__(self, request: Request, limit: int, begun: Begun | None = None, *, one_by_one: bool = False) -> None:
+    def __init__(
+        self, request: Request, limit: int, begun: DraftPrefix | None = None, *, one_by_one: bool = False
+    ) -> None:
         self.request, self.limit = request, limit
         self.tokens: list[int] = []
-        self.waiting: list[int] = [] if begun is None else list(begun.tokens)  # forced tokens behind them
+        self.waiting: list[int] = [] if begun is None else list(begun.tokens)  # forced tokens after them
         self.forced: list[int] = []  # places of forced tokens in the draft
         # What each token was drawn from; None for a greedy request.
         self.distributions: list[Distribution | None] | None = None if request.sampler.is_greedy else []
         self.branches: list[Branch] = []  # beside its tokens
         self.has_exited = False  # the model was no longer sure
         self.is_combined = False  # its places know nothing of each other
-        self.carried: Float32Array | None = None  # [E], what a draft head handed on behind its last token
+        self.carried: Float32Array | None = None  # [E], what a draft head handed on after its last token
         self.error: Exception | None = None  # why no token comes next: its logits hold a NaN, say
-        self._siblings = request.siblings if request.adaptive else usual_siblings(request, limit)
+        self._siblings = request.siblings if request.adaptive else choose_default_siblings(request, limit)
         self._exit = request.draft_exit or request.sure
         self._num_begun = len(self.waiting)
         # Its last token ends the text.
@@ -82,7 +84,7 @@ class Draft:
         place = len(self.tokens) - len(self.forced) + ahead
         return self._siblings[place] if place < len(self._siblings) else 0
 
-    def plain_steps(self, *, draws: bool) -> int:
+    def count_chainable_steps(self, *, draws: bool) -> int:
         """Steps that feed the model ids that it gave, or that the device draws; 0 where more is looked at."""
         sampler = self.request.sampler
         if self._one_by_one or self.waiting or self._exit is not None or self._siblings:
@@ -92,7 +94,7 @@ class Draft:
         steps = self.limit - self._steps
         return min(steps, self._room - len(self.tokens)) if self._room else steps
 
-    def since(self, position: int) -> list[int]:
+    def list_tokens_since(self, position: int) -> list[int]:
         """The tokens of the request and of its draft from a position on."""
         known = self.request.tokens
         if position >= len(known):
@@ -130,7 +132,7 @@ class Draft:
         """What to ask of the row of logits ``ahead`` of the next; there are ``num_rows`` cache rows."""
         sampler, steps = self.request.sampler, self._steps + ahead
         if self._siblings_at(ahead):
-            return whole_row(width)
+            return ask_whole_row(width)
         if sampler.is_plain_greedy:  # the probability of the likeliest token, to end the draft by
             may_exit = self._exit is not None and steps + 1 < self.limit
             return RowAsk(RowRule(1.0, width)) if may_exit else NOTHING
@@ -151,7 +153,7 @@ class Draft:
             return self.append(row.token_id if row.token_id < width else 0)
         distribution, top, may_exit = None, 1.0, self.may_exit
         if self.distributions is not None:
-            distribution = self.request.sampler.row_distribution(row, self.tokens)
+            distribution = self.request.sampler.make_row_distribution(row, self.tokens)
             token = sample_token(distribution, self.request.draws(len(self.tokens)).draft)
             if count := self._siblings_at():
                 self._branch_drawn(distribution, token, count)
@@ -169,12 +171,12 @@ class Draft:
         if sampler.is_plain and not count and row.found.is_whole and 0 <= row.token_id < width:
             return row.token_id, 1.0 / row.found.total
         logits = row.fetch()
-        token = _plain_greedy(logits) if sampler.is_plain else sampler.greedy_token(logits, self.tokens)
+        token = _argmax_token(logits) if sampler.is_plain else sampler.greedy_token(logits, self.tokens)
         # With penalties: of the token they chose, but before them.
         top = _probability(logits, token) if self.may_exit else 1.0
         if count:
             allowed, ids = sampler.allowed_logits(logits, self.tokens)
-            found = runners_up(allowed, token if ids is None else int(ids.searchsorted(token)), count)
+            found = find_runners_up(allowed, token if ids is None else int(ids.searchsorted(token)), count)
             self.branches += [
                 Branch(best if ids is None else int(ids[best]), len(self.tokens) - 1, ratio=ratio)
                 for best, ratio in found
@@ -186,11 +188,11 @@ class Draft:
         parent, number = len(self.tokens) - 1, len(self.branches)
         uniforms = [self.request.draws.branch(number + i).draft for i in range(count)]
         self.branches += [
-            Branch(sibling, parent, distribution) for sibling in drawn_siblings(distribution, token, uniforms)
+            Branch(sibling, parent, distribution) for sibling in draw_siblings(distribution, token, uniforms)
         ]
 
     def append(self, token: int, distribution: Distribution | None = None) -> None:
-        """Append the token of a step, drawn from ``distribution``, and look at what a grammar forces behind it."""
+        """Append the token of a step, drawn from ``distribution``, and look at what a grammar forces after it."""
         self._put(token, distribution)
         self._steps += 1
         grammar = self.request.sampler.grammar
@@ -201,7 +203,7 @@ class Draft:
     def proposal(self, drafter: str) -> Proposal:
         """What is to be tested, under the name of ``drafter`` in draft plans."""
         if isinstance(self.error, CheckFailedError):
-            _warn_of(drafter)
+            _warn_of_nan(drafter)
         elif self.error is not None and not isinstance(self.error, InvalidRequestError):
             return Proposal([], None, "none", drafter, error=self.error)
         if len(self.tokens) <= self._num_begun:
@@ -211,13 +213,15 @@ class Draft:
         draft_exit = self.request.draft_exit
         gamma = None if draft_exit is None else draft_exit.gamma
         proposal = Proposal(self.tokens, self.distributions, end, drafter, gamma=gamma, forced=tuple(self.forced))
-        return proposal._replace(branches=self._kept_branches()) if self.branches else proposal
+        return proposal._replace(branches=self._select_branches()) if self.branches else proposal
 
-    def _kept_branches(self) -> tuple[Branch, ...]:
+    def _select_branches(self) -> tuple[Branch, ...]:
         """The likeliest that a tree of fixed size has room for, and all that were drawn, *whatever* they are."""
         req, room = self.request, self.request.tree_size - len(self.tokens) + len(self.forced)
         if self.distributions is None and self.is_combined and not self.forced:
-            return combined(self.branches, self.tokens, max(min(room, MAX_OFFERED) if req.adaptive else room, 0))
+            return combine_branches(
+                self.branches, self.tokens, max(min(room, MAX_OFFERED) if req.adaptive else room, 0)
+            )
         if req.adaptive or self.distributions is not None or len(self.branches) <= room:
             return tuple(self.branches)
         chances = path_chances(self.branches, len(self.tokens))
@@ -228,7 +232,7 @@ class Draft:
 def open_drafts(
     requests: Sequence[Request],
     lookaheads: Sequence[int],
-    begun: Sequence[Begun] | None = None,
+    begun: Sequence[DraftPrefix] | None = None,
     *,
     most: int | None = None,
     one_by_one: bool = False,
@@ -255,7 +259,7 @@ def run_drafts(
         for draft in active:
             draft.begin_step()
         work = [pending(draft) for draft in active]
-        count = min(draft.plain_steps(draws=executor.keeps_rows) for draft in active) if can_chain else 0
+        count = min(draft.count_chainable_steps(draws=executor.keeps_rows) for draft in active) if can_chain else 0
         if count > 1:
             _chain(runner, active, work, width, count)
             continue
@@ -284,14 +288,14 @@ def _chain(runner: ModelRunner, active: Sequence[Draft], work: Sequence[RowWork]
         for depth, rows in enumerate(steps):
             _draw(draft, rows[i], width)
             if draft.error is not None or draft.tokens[-1] != rows[i].token_id:
-                kv.commit(draft.request.row, before[i] + depth)  # what comes behind it followed another token
+                kv.commit(draft.request.row, before[i] + depth)  # what comes after it followed another token
                 break
 
 
 def draft_at_once(
     runner: ModelRunner,
     drafts: Sequence[Draft],
-    work: "Sequence[AtOnce]",
+    work: "Sequence[ParallelWork]",
     width: int,
     corrector: "Corrector | None" = None,
 ) -> None:
@@ -338,7 +342,7 @@ def _draw_corrected(draft: Draft, correction: "Correction", width: int, head: "C
             if not draft.step_waiting():
                 logits = correction.logits(draft.tokens)
                 confidence = correction.confidence(draft.tokens) if draft.may_exit else None
-                draft.draw(NumpyRows(logits[None], [whole_row(width)], head)[0], width, confidence)
+                draft.draw(NumpyRows(logits[None], [ask_whole_row(width)], head)[0], width, confidence)
     except Exception as error:  # see ``_draw``
         draft.error = error
 
@@ -367,7 +371,7 @@ def _with_idle_rows(drafts: Sequence[Draft], work: Sequence[RowWork]) -> list[Ro
     return rows
 
 
-def _plain_greedy(logits: Float32Array) -> int:
+def _argmax_token(logits: Float32Array) -> int:
     """The likeliest token; as with the target's, one look finds any NaN: the first one counts as the largest."""
     token = int(logits.argmax())
     best = logits[token]
@@ -377,7 +381,7 @@ def _plain_greedy(logits: Float32Array) -> int:
 
 
 @cache
-def _warn_of(drafter: str) -> None:
+def _warn_of_nan(drafter: str) -> None:
     _log.warning("drafter %s: drafts end where its logits are no numbers. Fix: run `specexport verify`.", drafter)
 
 

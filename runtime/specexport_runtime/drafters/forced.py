@@ -1,14 +1,14 @@
-"""What a grammar does to drafts: it begins them, cuts them, and goes on behind them.
+"""What a grammar does to drafts: it begins them, cuts them, and goes on after them.
 
 Where it leaves one way to go on, tokens are known without a guess: draft tokens like any other, tested against the
 masked distribution, in which each is the only one. So the distribution is exact, and a step is saved for each.
 
-What goes wrong in a grammar behind drafts ends these: it comes up again where the text comes there.
+What goes wrong in a grammar after drafts ends these: it comes up again where the text comes there.
 """
 
 from collections.abc import Callable, Sequence
 
-from specexport_runtime.requests.records import FORCED, Begun, Branch, DraftEnd, Proposal
+from specexport_runtime.requests.records import FORCED, Branch, DraftEnd, DraftPrefix, Proposal
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.grammar import TokenRules
 
@@ -18,7 +18,7 @@ class BegunDrafts:
 
     def __init__(self, requests: Sequence[Request], rooms: Sequence[int]) -> None:
         self._sequences = requests
-        self.drafts: list[Begun] = []  # empty where no grammar forces anything, or the request does not draft
+        self.drafts: list[DraftPrefix] = []  # empty where no grammar forces anything, or the request does not draft
         for req, most in zip(requests, rooms, strict=True):
             room, grammar = min(most, req.max_lookahead), req.sampler.grammar
             tokens: list[int] = []
@@ -27,7 +27,7 @@ class BegunDrafts:
                     tokens = grammar.forced(room)
                 except Exception:  # whatever it is
                     room = 0
-            self.drafts.append(Begun(tokens, room))
+            self.drafts.append(DraftPrefix(tokens, room))
 
     @property
     def rooms(self) -> list[int]:
@@ -40,13 +40,15 @@ class BegunDrafts:
 
     def fit(self, proposals: Sequence[Proposal]) -> list[Proposal]:
         """Drafts up to where a grammar or the room ends; a refused token that was drawn stays last, and is tested."""
-        return [self._guarded(i, proposal, _fit) for i, proposal in enumerate(proposals)]
+        return [self._apply_grammar(i, proposal, _fit) for i, proposal in enumerate(proposals)]
 
     def extend(self, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Drafts, and behind each what the grammar of its request forces."""
-        return [self._guarded(i, proposal, _extend) for i, proposal in enumerate(proposals)]
+        """Drafts, and after each what the grammar of its request forces."""
+        return [self._apply_grammar(i, proposal, _extend) for i, proposal in enumerate(proposals)]
 
-    def _guarded(self, i: int, proposal: Proposal, change: Callable[[TokenRules, Proposal, int], Proposal]) -> Proposal:
+    def _apply_grammar(
+        self, i: int, proposal: Proposal, change: Callable[[TokenRules, Proposal, int], Proposal]
+    ) -> Proposal:
         grammar = self._sequences[i].sampler.grammar
         if grammar is None or not proposal.tokens:
             return proposal
@@ -74,12 +76,12 @@ def shorten(proposal: Proposal, count: int, end: DraftEnd) -> Proposal:
         distributions=None if drawn_from is None else drawn_from[:count],
         end=end,
         forced=forced,
-        branches=branches_of(proposal, count),
+        branches=list_branches_after_cut(proposal, count),
     )
 
 
-def branches_of(proposal: Proposal, count: int) -> tuple[Branch, ...]:
-    """The branches of a draft that gets a chain of ``count`` tokens: those beside one that is left, or behind all."""
+def list_branches_after_cut(proposal: Proposal, count: int) -> tuple[Branch, ...]:
+    """The branches of a draft that gets a chain of ``count`` tokens: those beside one that is left, or after all."""
     chain, places, kept = len(proposal.tokens), dict[int, int](), list[Branch]()
     known = count - 1 if count < chain else chain
     for place, branch in enumerate(proposal.branches, start=chain):
@@ -90,7 +92,7 @@ def branches_of(proposal: Proposal, count: int) -> tuple[Branch, ...]:
     return tuple(kept)
 
 
-def _alone(begun: Begun) -> Proposal:
+def _alone(begun: DraftPrefix) -> Proposal:
     count = len(begun.tokens)
     if not count:
         return Proposal([], end="none")
@@ -115,5 +117,5 @@ def _extend(grammar: TokenRules, proposal: Proposal, room: int) -> Proposal:
         tokens=[*proposal.tokens, *tokens],
         distributions=None if drawn_from is None else [*drawn_from, *[None] * len(tokens)],
         forced=(*proposal.forced, *range(count, count + len(tokens))),
-        branches=branches_of(proposal, count + len(tokens)),
+        branches=list_branches_after_cut(proposal, count + len(tokens)),
     )

@@ -4,14 +4,14 @@
 
     position:     0    1    2    3    4
     token:        a    b    c    d    e         e is the newest, which the target has not seen
-    feature:      fa   fb   fc   fd             what the target thought behind each
+    feature:      fa   fb   fc   fd             what the target thought after each
     head entry:   fa,b fb,c fc,d fd,e           entry i: the feature of token i, and token i+1; it guesses token i+2
 
 A draft goes on with what the head itself handed on, in the place of features that are not there yet. When the target
-has tested the draft, the entries behind the last true feature are forgotten, and the accepted tokens are fed again with
+has tested the draft, the entries after the last true feature are forgotten, and the accepted tokens are fed again with
 the features that the target gave: left in the cache, the head's own would cost acceptance.
 
-A parallel head (P-EAGLE, DFlash) guesses all tokens in one step: behind the entries that it catches up on come
+A parallel head (P-EAGLE, DFlash) guesses all tokens in one step: after the entries that it catches up on come
 stand-ins for the tokens that are not known yet (``at_once``). Each guess is drawn from what the head says of its place
 alone, whatever the guesses before it are: that is the distribution that is tested against. Heads that correct their
 logits by the guesses before a place (DFlash 2, DSpark) draw from what comes of it (``correction``).
@@ -22,7 +22,7 @@ Drafting with Hydra heads: each reads the tokens that those before it guessed (A
 
     position:     0    1    2    3    4
     token:        a    b    c    d    e         e is the newest, which the target has not seen
-    feature:      fa   fb   fc   fd             what the target thought behind each
+    feature:      fa   fb   fc   fd             what the target thought after each
     step 1:       fa.  fb.  fc.  fd,e           the first head reads fd and e, and guesses x
     step 2:                      fd,e  fd,x     the second reads fd, e and x
 
@@ -38,16 +38,22 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from specexport_runtime.abi import CONTEXT_ID
-from specexport_runtime.drafters.at_once import AtOnce, ParallelCost, draft_work, entry_tokens, num_behind
+from specexport_runtime.drafters.at_once import (
+    ParallelCost,
+    ParallelWork,
+    count_entries_behind,
+    make_entry_tokens,
+    make_parallel_work,
+)
 from specexport_runtime.drafters.base import HEAD, DrafterTraits
-from specexport_runtime.drafters.correction import corrector_of
+from specexport_runtime.drafters.correction import make_corrector
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, open_drafts, run_drafts
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.lookahead.draft_cost import DraftCost, EngineCost
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from specexport_runtime.requests.records import Begun, Proposal
+from specexport_runtime.requests.records import DraftPrefix, Proposal
 from specexport_runtime.requests.request import NO_ROW, Request
 
 if TYPE_CHECKING:
@@ -95,7 +101,7 @@ class PendingFeatures:
 
 
 class _Snapshot(NamedTuple):
-    """What a head has of a row: entries in its cache, and the features behind them."""
+    """What a head has of a row: entries in its cache, and the features after them."""
 
     entries: int
     held: PendingFeatures
@@ -109,13 +115,13 @@ class HeadDrafter(OwnCacheDrafter):
     """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_HEAD_LOOKAHEAD, has_own_cache=True, can_exit=True, goes_on=True)
-    reach = 1  # tokens behind its feature that an entry knows
+    reach = 1  # tokens after its feature that an entry knows
 
     def __init__(self, runner: ModelRunner, *, mask: "MaskInput | None" = None, **named: Any) -> None:
         if not runner.executor.reads_features:
             raise SpecexportError("the head drafter needs the engine of a draft head.")
         super().__init__(runner, **named)
-        self._mask, self._corrector = mask, corrector_of(mask)
+        self._mask, self._corrector = mask, make_corrector(mask)
         if mask is not None:
             self.traits = self.traits._replace(max_lookahead=mask.most)
         # By request, not by row: nothing to do when rows move, and a dropped request takes its features along.
@@ -133,7 +139,7 @@ class HeadDrafter(OwnCacheDrafter):
         held.add(start, features)
 
     def propose(
-        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[DraftPrefix] | None = None
     ) -> list[Proposal]:
         """Draft up to ``lookaheads[i]`` tokens for each request; see ``Drafter.propose``.
 
@@ -146,7 +152,7 @@ class HeadDrafter(OwnCacheDrafter):
         if mask is None:
             run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._is_kept)
         elif opened := [draft for draft in drafts if draft.is_open]:
-            work = [self._masked(draft, mask) for draft in opened]
+            work = [self._make_parallel_work(draft, mask) for draft in opened]
             draft_at_once(self.runner, opened, work, self.vocab_size, self._corrector)
         return [draft.proposal(HEAD) for draft in drafts]
 
@@ -155,7 +161,7 @@ class HeadDrafter(OwnCacheDrafter):
         if draft.tokens:
             if draft.carried is None:
                 raise SpecexportError("the head handed nothing on.")
-            return RowWork(self._known(draft.tokens[-1:]), 1, draft.carried[None])
+            return RowWork(self._replace_unknown_ids(draft.tokens[-1:]), 1, draft.carried[None])
         tokens, features = self._unread(draft.request)
         return RowWork(tokens, 1, features)
 
@@ -176,16 +182,16 @@ class HeadDrafter(OwnCacheDrafter):
         if held is None or not held.count:
             raise SpecexportError("the target gave no features of this request.")
         tokens, features = self._entries(req, held)
-        if len(tokens) > self._most_new_tokens(self.max_backlog, behind):
+        if len(tokens) > self._limit_new_tokens(self.max_backlog, behind):
             self.runner.prefill(req.row, tokens[:-1], features[:-1])
             tokens, features = tokens[-1:], features[-1:]
         return tokens, features
 
-    def _masked(self, draft: Draft, mask: "MaskInput") -> AtOnce:
+    def _make_parallel_work(self, draft: Draft, mask: "MaskInput") -> ParallelWork:
         """The entries that a parallel head has not read, and what stands for tokens that nobody knows."""
-        tokens, features = self._unread(draft.request, num_behind(draft.limit, mask))
-        newest = self._known(draft.request.tokens[-1:])[0]
-        return draft_work(tokens, features, newest, draft.limit, mask)
+        tokens, features = self._unread(draft.request, count_entries_behind(draft.limit, mask))
+        newest = self._replace_unknown_ids(draft.request.tokens[-1:])[0]
+        return make_parallel_work(tokens, features, newest, draft.limit, mask)
 
     def _entries(self, req: Request, held: PendingFeatures) -> tuple[list[int], Float32Array]:
         """Tokens and features of the entries that are held; none are left."""
@@ -194,12 +200,12 @@ class HeadDrafter(OwnCacheDrafter):
             raise SpecexportError(
                 f"features begin at {start}, and the head goes on at {self.runner.kv.kv_len(req.row)}."
             )
-        tokens = self._known(req.tokens[start + 1 : start + 1 + count])
+        tokens = self._replace_unknown_ids(req.tokens[start + 1 : start + 1 + count])
         return self._input_ids(tokens), held.take()
 
     def _input_ids(self, tokens: list[int]) -> list[int]:
-        """Input ids of entries of known features, by the token behind each."""
-        return entry_tokens(tokens, self._mask)
+        """Input ids of entries of known features, by the token after each."""
+        return make_entry_tokens(tokens, self._mask)
 
     def restart(self, request: Request) -> None:
         """Forget the features of a paused request: those of all its tokens come again; see ``Drafter.restart``."""
@@ -213,9 +219,9 @@ class HeadDrafter(OwnCacheDrafter):
         return _Snapshot(entries, held.copy())
 
     def usable(self, request: Request, kept: Any, count: int) -> int:
-        """See ``Drafter.usable``: the head goes on only behind the last token that it has the feature of.
+        """See ``Drafter.usable``: the head goes on only after the last token that it has the feature of.
 
-        Entry i knows tokens behind it, one or ``reach``, so that the last ones of a common text are others, and the
+        Entry i knows tokens after it, one or ``reach``, so that the last ones of a common text are others, and the
         features that they would be made of again are gone.
         """
         if not self.wants_features(request):
@@ -269,7 +275,7 @@ class HydraDrafter(HeadDrafter):
             return super()._pending(draft)
         if draft.carried is None:
             raise SpecexportError("the heads handed nothing on.")
-        tokens = self._known([draft.request.tokens[-1], *draft.tokens])
+        tokens = self._replace_unknown_ids([draft.request.tokens[-1], *draft.tokens])
         return RowWork(tokens, 1, np.tile(draft.carried, (len(tokens), 1)))
 
     def _is_kept(self, draft: Draft) -> bool:

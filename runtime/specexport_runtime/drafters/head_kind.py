@@ -19,7 +19,7 @@ _DRAFTERS: tuple[tuple[Callable[[Executor], bool], Callable[..., Drafter]], ...]
 """What engines each of these drafts with; the first that fits. ``HeadDrafter`` takes all others."""
 
 
-def _make(parts: DrafterParts) -> Drafter:
+def _make_drafter(parts: DrafterParts) -> Drafter:
     if parts.head is None:
         raise SpecexportError("there is no draft head to draft with.")
     executor, common = parts.head.executor, {"vocab_size": parts.vocab_size, "cut_head": parts.cut_head}
@@ -42,7 +42,7 @@ def head_obstacle(target: ModelRunner, has_head: bool) -> Obstacle | None:
 
 KIND = DrafterKind(
     HeadDrafter.traits,
-    _make,
+    _make_drafter,
     lambda offer: offer.head_obstacle,
     method="eagle3",
     config_keys=frozenset(["model"]),

@@ -4,7 +4,7 @@
 
     position:     0     1     2     3    4
     token:        a     b     c     d    e         e is the newest, which the target has not seen
-    feature:      fa    fb    fc    fd             what the target thought behind each
+    feature:      fa    fb    fc    fd             what the target thought after each
     module 1:     fa,b  fb,c  fc,d  fd,e           entry i: the feature of token i, and token i+1
     module 2:     ga,c  gb,d  gc,e  gd,x           what module 1 made of entry i, and token i+2; x is its guess
     module 3:     ha,d  hb,e  hc,x  hd,y
@@ -12,7 +12,7 @@
 Each module has its own KV cache, and entry i is the same place in all of them. So one step of M modules runs all of
 them, one after the other, over entries that are fed with the tokens known by then. Of M modules, the last M-1 entries
 lack tokens: they are read again with those that come, of the draft first. Nothing that was made of draft tokens stays.
-A draft ends behind the last module.
+A draft ends after the last module.
 
 An entry that has a token and no feature yet is no entry of a module: its token is what those before it read.
 """
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves, StepCost
 
 
-def modules_work(tokens: Sequence[int], features: Float32Array) -> RowWork:
-    """A step over ``features`` [n, E] and the tokens behind them, for the logits of the module behind the last."""
+def make_modules_work(tokens: Sequence[int], features: Float32Array) -> RowWork:
+    """A step over ``features`` [n, E] and the tokens after them, for the logits of the module after the last."""
     count, width = features.shape
     ahead = [AHEAD_ID - token for token in tokens[count:]]
     whole = np.concatenate([features, np.zeros((len(ahead), width), np.float32)]) if ahead else features
@@ -66,10 +66,12 @@ class ModulesDrafter(HeadDrafter):
         if draft.tokens:
             self._settle(req, held)
         else:
-            if held.count > self._most_new_tokens(self.max_backlog, self.reach - 1):
+            if held.count > self._limit_new_tokens(self.max_backlog, self.reach - 1):
                 self._read_held(req, held)
             self._whole[req] = max(0, held.count - self.reach + 1)
-        return modules_work(self._known([*req.tokens[held.start + 1 :], *draft.tokens]), self._peek(req, held))
+        return make_modules_work(
+            self._replace_unknown_ids([*req.tokens[held.start + 1 :], *draft.tokens]), self._peek(req, held)
+        )
 
     def _is_kept(self, draft: Draft) -> bool:
         """Entries of the first step, till :meth:`_settle` takes back those that lack tokens."""
@@ -106,8 +108,8 @@ class ModulesDrafter(HeadDrafter):
         runner, ahead = self.runner, self.reach - 1
         before = runner.executor.engine_seconds
         while (count := min(held.count, len(request.tokens) - 1 - ahead - held.start, runner.max_chunk - ahead)) > 0:
-            tokens = self._known(request.tokens[held.start + 1 : held.start + 1 + count + ahead])
-            runner.step(request.row, [modules_work(tokens, self._peek(request, held)[:count])], "token_ids")
+            tokens = self._replace_unknown_ids(request.tokens[held.start + 1 : held.start + 1 + count + ahead])
+            runner.step(request.row, [make_modules_work(tokens, self._peek(request, held)[:count])], "token_ids")
             self._commit(request, held, count)
         runner.prefill_seconds += runner.executor.engine_seconds - before
 

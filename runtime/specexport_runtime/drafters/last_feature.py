@@ -6,8 +6,8 @@ Drafting with Medusa heads: each guesses one place of the draft, all from one hi
 
     position:     0    1    2    3    4
     token:        a    b    c    d    e         e is the newest, which the target has not seen
-    feature:      fa   fb   fc   fd             what the target thought behind each
-    draft:                               0 1 2  head i reads fd and guesses the i-th token behind e
+    feature:      fa   fb   fc   fd             what the target thought after each
+    draft:                               0 1 2  head i reads fd and guesses the i-th token after e
 
 So the target's last feature is all that is ever read: there is no cache, and nothing to catch up on. A draft is one
 step, a row for each wanted place. Its token is the number of the head, which reads no other rows. Each guess is drawn
@@ -19,12 +19,12 @@ Drafting with a Gemma-4 assistant: a head without a cache, which reads the targe
 
     position:     0    1    2    3    4
     token:        a    b    c    d    e         e is the newest, which the target has not seen
-    feature:      fa   fb   fc   fd             what the target thought behind each
+    feature:      fa   fb   fc   fd             what the target thought after each
     cache entry:  a    b    c    d              the target's
     fed:                         fd,e           at position 4, over all entries; it guesses f
                                  g,f            g is what it handed on; position and entries stay as they are
 
-So there is nothing to catch up on, whatever was copied or left undrafted before, and nothing to forget behind a test:
+So there is nothing to catch up on, whatever was copied or left undrafted before, and nothing to forget after a test:
 the next draft begins with a true feature and with the entries of the tokens that were accepted.
 """
 
@@ -34,14 +34,14 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from specexport_runtime.drafters.at_once import AtOnce
+from specexport_runtime.drafters.at_once import ParallelWork
 from specexport_runtime.drafters.base import HEAD, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, open_drafts, run_drafts
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from specexport_runtime.requests.records import Begun, Proposal
+from specexport_runtime.requests.records import DraftPrefix, Proposal
 from specexport_runtime.requests.request import Request
 
 if TYPE_CHECKING:
@@ -127,19 +127,19 @@ class MedusaDrafter(LastFeatureDrafter):
         self.traits = self.traits._replace(default_lookahead=most, max_lookahead=self.num_heads)
 
     def propose(
-        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[DraftPrefix] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens, behind those that are there already, at most one a head."""
+        """Draft up to ``lookaheads[i]`` tokens, after those that are there already, at most one a head."""
         drafts = open_drafts(requests, lookaheads, begun, most=self.num_heads, one_by_one=True)
         if opened := [draft for draft in drafts if draft.is_open]:
-            work = [self._asked(draft) for draft in opened]
+            work = [self._make_head_work(draft) for draft in opened]
             draft_at_once(self.runner, opened, work, self.vocab_size)
         return [draft.proposal(HEAD) for draft in drafts]
 
-    def _asked(self, draft: Draft) -> AtOnce:
+    def _make_head_work(self, draft: Draft) -> ParallelWork:
         """A row for each head that is asked, with the feature of the token before the newest."""
         features = np.tile(self._last.of(draft.request), (draft.limit, 1))
-        return AtOnce(RowWork(range(draft.limit), draft.limit, features), 0)
+        return ParallelWork(RowWork(range(draft.limit), draft.limit, features), 0)
 
 
 class AssistantDrafter(LastFeatureDrafter):
@@ -153,7 +153,7 @@ class AssistantDrafter(LastFeatureDrafter):
         super().__init__(runner, **named)
 
     def propose(
-        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[DraftPrefix] | None = None
     ) -> list[Proposal]:
         """Draft for each request whose prompt the target has read to its end; see ``Drafter.propose``."""
         drafts = open_drafts(requests, lookaheads, begun, one_by_one=True)
@@ -165,10 +165,10 @@ class AssistantDrafter(LastFeatureDrafter):
         if draft.tokens:
             if draft.carried is None:
                 raise SpecexportError("the assistant handed nothing on.")
-            return RowWork(self._known(draft.tokens[-1:]), 1, draft.carried[None])
+            return RowWork(self._replace_unknown_ids(draft.tokens[-1:]), 1, draft.carried[None])
         req = draft.request
         if self.runner.kv.kv_len(req.row) != len(req.tokens) - 1:
             raise SpecexportError(
                 f"the target has {self.runner.kv.kv_len(req.row)} entries of a request of {len(req.tokens)} tokens."
             )
-        return RowWork(self._known(req.tokens[-1:]), 1, self._last.of(req)[None])
+        return RowWork(self._replace_unknown_ids(req.tokens[-1:]), 1, self._last.of(req)[None])

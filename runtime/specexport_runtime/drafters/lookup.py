@@ -12,9 +12,9 @@ from heapq import nlargest
 from weakref import WeakKeyDictionary
 
 from specexport_runtime.drafters.base import Drafter, DrafterKind, DrafterTraits
-from specexport_runtime.drafters.continuations import Continuations, room_for_branches
+from specexport_runtime.drafters.continuations import Continuations, count_branch_room
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.records import Begun, DraftEnd, Proposal
+from specexport_runtime.requests.records import DraftEnd, DraftPrefix, Proposal
 from specexport_runtime.requests.request import Request
 
 _MAX_WALK = 64
@@ -93,12 +93,12 @@ class SuffixIndex:
         """``match_length`` and ``match_end`` as if the text went on with ``tokens``; it stays as it is."""
         if not tokens:
             return self.match_length, self.match_end
-        state, length = self._behind(tokens)
+        state, length = self._find_match(tokens)
         return length, self._last[state]
 
-    def ways_behind(self, tokens: Sequence[int], count: int) -> list[tuple[int, int]]:
+    def find_continuations(self, tokens: Sequence[int], count: int) -> list[tuple[int, int]]:
         """Up to ``count`` tokens that followed this end before, and where; those of longer, newer matches first."""
-        state, length = self._behind(tokens)
+        state, length = self._find_match(tokens)
         found: dict[int, int] = {}
         while state > 0 and length >= self.min_length and len(found) < count:
             newest = nlargest(count, [(self._last[target], token) for token, target in self._next[state].items()])
@@ -108,7 +108,7 @@ class SuffixIndex:
             length = self._length[state]
         return list(found.items())[:count]
 
-    def _behind(self, tokens: Sequence[int]) -> tuple[int, int]:
+    def _find_match(self, tokens: Sequence[int]) -> tuple[int, int]:
         """The state of the longest match if the text went on with ``tokens``, and the length of the match."""
         state, length = self._link[self._tail], self.match_length
         for token in tokens:
@@ -170,7 +170,7 @@ class LookupDrafter(Drafter):
         self._indexes: WeakKeyDictionary[Request, SuffixIndex] = WeakKeyDictionary()
 
     def propose(
-        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[DraftPrefix] | None = None
     ) -> list[Proposal]:
         """Up to ``lookaheads[i]`` copied tokens for each request; see ``Drafter.propose``."""
         return [
@@ -202,7 +202,7 @@ class LookupDrafter(Drafter):
         matched, place = index.match_behind(begun)
         if matched < self.match_length:
             return _NOTHING
-        copied = _read(index, place, count)
+        copied = _read_text(index, place, count)
         if len(copied) < count and place + len(copied) == len(index.tokens):  # what was copied so far repeats
             copied += begun
             copied = (copied * (count // len(copied) + 1))[:count]
@@ -212,13 +212,15 @@ class LookupDrafter(Drafter):
             chain, end = copied[:matched], "exit"
         if not chain:
             return _NOTHING
-        room, forced = room_for_branches(req, len(chain)), tuple(range(len(begun)))
+        room, forced = count_branch_room(req, len(chain)), tuple(range(len(begun)))
         whole, copied = [*begun, *chain], [*begun, *copied]
-        branches = _ways(index, whole, copied, len(begun), count).branches(room) if room else ()
+        branches = _build_continuations(index, whole, copied, len(begun), count).branches(room) if room else ()
         return Proposal(whole, None, end, "lookup", matched, forced=forced, branches=branches)
 
 
-def _ways(index: SuffixIndex, chain: list[int], copied: list[int], first: int, most: int) -> Continuations:
+def _build_continuations(
+    index: SuffixIndex, chain: list[int], copied: list[int], first: int, most: int
+) -> Continuations:
     """A copy, and where it may be left: what else followed matches, up to ``most`` tokens from place ``first`` on.
 
     How likely each is follows from how often a match foretold the next token, and where there are several ways to leave
@@ -229,18 +231,18 @@ def _ways(index: SuffixIndex, chain: list[int], copied: list[int], first: int, m
     found.add(copied, [*[1.0] * first, *chances[1 : len(copied) - first + 1]])
     for depth, token in enumerate(copied[first:]):
         before, share = copied[: first + depth], chances[depth] * (1.0 - right)
-        ways = index.ways_behind(before, _MAX_WAYS) if share > 2 * _MIN_CHANCE else []
+        ways = index.find_continuations(before, _MAX_WAYS) if share > 2 * _MIN_CHANCE else []
         for other, place in ways:
             if other in (token, _SEPARATOR):
                 continue
             share /= 2
-            behind = _read(index, place, most - depth - 1)
+            behind = _read_text(index, place, most - depth - 1)
             added = [share * chance for chance in chances[: len(behind) + 1]]
             found.add([*before, other, *behind], [*[0.0] * len(before), *added])
     return found
 
 
-def _read(index: SuffixIndex, place: int, count: int) -> list[int]:
+def _read_text(index: SuffixIndex, place: int, count: int) -> list[int]:
     """Up to ``count`` tokens from a place on, of the reference up to its end."""
     found = index.tokens[place : place + count]
     return found[: found.index(_SEPARATOR)] if _SEPARATOR in found else found

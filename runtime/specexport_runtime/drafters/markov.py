@@ -53,7 +53,7 @@ class _Walk:
         if same is not None:
             del self._before[same:], self._memory[same + 1 :], self._vectors[same:]
         for token in known[len(self._before) :]:
-            self._follow(token)
+            self._advance(token)
         corrected: Float32Array = row + self._markov.w2[: len(row)] @ self._vectors[len(drafted)]
         return corrected
 
@@ -68,7 +68,7 @@ class _Walk:
             state = np.concatenate([state, self._embedded(drafted[-1] if drafted else self._newest)])
         return float(_sigmoid(_apply(linear, state))[0])
 
-    def _follow(self, token: int) -> None:
+    def _advance(self, token: int) -> None:
         """Look at the next place, with ``token`` in front of it."""
         markov, state, memory = self._markov, self._states[len(self._before)], self._memory[-1]
         vector = own = self._embedded(token)

@@ -7,7 +7,7 @@ from specexport_runtime.drafters.base import DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, open_drafts, run_drafts
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.packing.batch import RowWork
-from specexport_runtime.requests.records import Begun, Proposal
+from specexport_runtime.requests.records import DraftPrefix, Proposal
 from specexport_runtime.requests.request import Request
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class ModelDrafter(OwnCacheDrafter):
     traits = DrafterTraits(default_lookahead=DEFAULT_LOOKAHEAD, has_own_cache=True, can_exit=True, goes_on=True)
 
     def propose(
-        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[DraftPrefix] | None = None
     ) -> list[Proposal]:
         """Draft for requests in any ascending rows; all others sit the step out. See ``Drafter.propose``."""
         # A new prompt's first token should not wait for the draft model to read the prompt.
@@ -48,7 +48,7 @@ class ModelDrafter(OwnCacheDrafter):
         return RowWork(pending, 1)
 
     def _unread(self, draft: Draft) -> list[int]:
-        return self._known(draft.since(self.runner.kv.kv_len(draft.request.row)))
+        return self._replace_unknown_ids(draft.list_tokens_since(self.runner.kv.kv_len(draft.request.row)))
 
     def commit(self, requests: Sequence[Request]) -> None:
         """Keep the cache entries of accepted tokens; the token the target added has not been fed yet."""

@@ -14,7 +14,7 @@ from specexport_runtime.drafters.draft_loop import Draft
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.drafters.own_cache import MAX_BACKLOG
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.requests.records import Begun, Proposal
+from specexport_runtime.requests.records import DraftPrefix, Proposal
 from specexport_runtime.requests.request import Request
 
 
@@ -23,8 +23,8 @@ class SpelledText:
 
     def __init__(self, token_map: TokenMap, tokens: Sequence[int]) -> None:
         self._map = token_map
-        self.ids: list[int] = token_map.lead_of(tokens)
-        self.before = [len(self.ids)]  # how many of ``ids`` come before each token of the text, and behind the last
+        self.ids: list[int] = token_map.get_lead(tokens)
+        self.before = [len(self.ids)]  # how many of ``ids`` come before each token of the text, and after the last
 
     def grow(self, tokens: Sequence[int]) -> None:
         """Take the tokens that are new."""
@@ -36,7 +36,7 @@ class SpelledText:
             self.before.append(self.before[-1] + count)
 
 
-class OtherTokensDrafter(ModelDrafter):
+class OtherVocabularyDrafter(ModelDrafter):
     """A :class:`ModelDrafter` whose model has another vocabulary. The LM head has rows of shared tokens alone."""
 
     def __init__(
@@ -50,13 +50,13 @@ class OtherTokensDrafter(ModelDrafter):
     ) -> None:
         super().__init__(runner, vocab_size=vocab_size, max_backlog=max_backlog)
         self.vocab_size, self._map = vocab_size, token_map
-        runner.executor.name_rows(token_map.target_head(cut_head, vocab_size))
+        runner.executor.set_head(token_map.target_head(cut_head, vocab_size))
         self._texts: WeakKeyDictionary[Request, SpelledText] = WeakKeyDictionary()
         # What a grammar forces is spelled in more tokens than may wait beside a state.
         self.traits = self.traits._replace(goes_on=not runner.has_states)
 
     def propose(
-        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[DraftPrefix] | None = None
     ) -> list[Proposal]:
         """See ``Drafter.propose``; nothing for texts whose spelling takes more room than their row has."""
         rooms = [
@@ -71,9 +71,9 @@ class OtherTokensDrafter(ModelDrafter):
         spare = forced * self._map.most if req.sampler.grammar is not None else 0
         if not self.runner.unpad_kv:  # rows advance together
             spare += self.max_backlog
-        return max(0, min(most, self.runner.kv.capacity) - len(self._text(req).ids) - spare)
+        return max(0, min(most, self.runner.kv.capacity) - len(self._update_text(req).ids) - spare)
 
-    def _text(self, req: Request) -> SpelledText:
+    def _update_text(self, req: Request) -> SpelledText:
         text = self._texts.get(req)
         if text is None:
             text = self._texts[req] = SpelledText(self._map, req.tokens)
@@ -81,7 +81,7 @@ class OtherTokensDrafter(ModelDrafter):
         return text
 
     def _unread(self, draft: Draft) -> list[int]:
-        known, ids = self.runner.kv.kv_len(draft.request.row), self._text(draft.request).ids
+        known, ids = self.runner.kv.kv_len(draft.request.row), self._update_text(draft.request).ids
         drafted, _ = self._map.spell(draft.tokens)
         return ids[known:] + drafted if known < len(ids) else drafted[known - len(ids) :]
 
@@ -90,8 +90,8 @@ class OtherTokensDrafter(ModelDrafter):
         for req in requests:
             kv_len = self.runner.kv.kv_len(req.row)
             if kv_len:
-                self.runner.kv.commit(req.row, min(kv_len, self._text(req).before[req.num_agreed]))
+                self.runner.kv.commit(req.row, min(kv_len, self._update_text(req).before[req.num_agreed]))
 
     def adopt(self, request: Request, kept: Any, count: int) -> None:
-        """A request goes on behind ``count`` tokens of a kept text, which are spelled alike; see ``Drafter.adopt``."""
-        super().adopt(request, kept, self._text(request).before[count])
+        """A request goes on after ``count`` tokens of a kept text, which are spelled alike; see ``Drafter.adopt``."""
+        super().adopt(request, kept, self._update_text(request).before[count])

@@ -28,10 +28,10 @@ class OwnCacheDrafter(Drafter):
         self.runner = runner
         self._known_ids = runner.executor.vocab_size if cut_head is None else cut_head.vocab_size
         self.vocab_size = min(vocab_size, self._known_ids)
-        runner.executor.name_rows(None if cut_head is None else cut_head.below(self.vocab_size))
-        self.max_backlog = self._most_new_tokens(max_backlog)
+        runner.executor.set_head(None if cut_head is None else cut_head.truncate_vocabulary(self.vocab_size))
+        self.max_backlog = self._limit_new_tokens(max_backlog)
 
-    def _most_new_tokens(self, wanted: int, behind: int = 0) -> int:
+    def _limit_new_tokens(self, wanted: int, behind: int = 0) -> int:
         """``wanted`` tokens of a row, or fewer, if every row of a step is to have so many and ``behind`` others."""
         limit = self.runner.executor.max_num_tokens
         return wanted if limit is None else min(wanted, max(1, limit // self.runner.executor.num_rows - behind))
@@ -63,10 +63,10 @@ class OwnCacheDrafter(Drafter):
         return self.runner.kv.kv_len(request.row)
 
     def adopt(self, request: Request, kept: Any, count: int) -> None:
-        """A request goes on behind ``count`` tokens of a text of which a snapshot was taken and that is in its row."""
+        """A request goes on after ``count`` tokens of a text of which a snapshot was taken and that is in its row."""
         entries = min(self._entries_of(kept), count)
         # What the cache cannot go back to is read again, from the beginning.
-        self.runner.go_on(request.row, entries if entries >= self.runner.least_len(request.row) else 0)
+        self.runner.resume_row(request.row, entries if entries >= self.runner.min_reusable_len(request.row) else 0)
 
     def copy_row(self, source: int, destination: int, kept: Any) -> None:
         """Copy what a snapshot was taken of to another row."""
@@ -88,7 +88,7 @@ class OwnCacheDrafter(Drafter):
         entries: int = kept
         return entries
 
-    def _known(self, tokens: list[int]) -> list[int]:
+    def _replace_unknown_ids(self, tokens: list[int]) -> list[int]:
         """Ids the model can embed. The target may emit a padding id that the model lacks; any stand-in is lossless."""
         limit = self._known_ids
         return tokens if max(tokens) < limit else [token if token < limit else 0 for token in tokens]

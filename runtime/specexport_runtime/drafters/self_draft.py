@@ -5,7 +5,7 @@
     cache row:   [ committed by the target | written by the draft | free ]
                    0                  kv_len
 
-A draft step runs the layers that are on over the target's own committed entries, and writes behind them. Verification
+A draft step runs the layers that are on over the target's own committed entries, and writes after them. Verification
 feeds the same tokens through all layers and overwrites what the draft wrote. A layer that is off writes nothing and is
 not read either, in the draft that it is off for.
 
@@ -32,7 +32,7 @@ from specexport_runtime.executors.base import BoolArray, Float32Array
 from specexport_runtime.lookahead.draft_cost import DraftCost
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerChoice, LayerRules, choose_layers
-from specexport_runtime.requests.records import Begun, Proposal
+from specexport_runtime.requests.records import DraftPrefix, Proposal
 from specexport_runtime.requests.request import Request
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ _LIKELY_SHARE = 1 / 3  # of the layers is left out, in a draft whose layers were
 
 
 class LayersCost(DraftCost):
-    """The cost of drafting with those of the target's own layers that ``choice_of`` gives, in its own cache."""
+    """The cost of drafting with those of the target's own layers that ``find_choice`` gives, in its own cache."""
 
-    def __init__(self, curves: "CostCurves", choice_of: Callable[[Request], LayerChoice | None]) -> None:
-        self._curves, self._choice_of = curves, choice_of
+    def __init__(self, curves: "CostCurves", find_choice: Callable[[Request], LayerChoice | None]) -> None:
+        self._curves, self._choice_of = curves, find_choice
 
     def seconds(self, requests: Sequence[Request], num_rows: int, kv_entries: float) -> float:
         """See ``DraftCost.seconds``. Requests with different layers draft one after another."""
@@ -70,7 +70,7 @@ class LayersCost(DraftCost):
 class SelfDrafter(Drafter):
     """Draft tokens from the target with the layers off that its rules choose for a prompt (ASD, Metel et al. 2024).
 
-    The choice is made once a prompt, before the first draft behind it, see :meth:`choice_of`. One that removes nothing
+    The choice is made once a prompt, before the first draft after it, see :meth:`find_choice`. One that removes nothing
     drafts nothing. Requests with different choices are drafted one group after another, so that what is drafted for one
     never depends on its neighbours.
 
@@ -95,7 +95,7 @@ class SelfDrafter(Drafter):
         self._choices: WeakKeyDictionary[Request, LayerChoice] = WeakKeyDictionary()
 
     def propose(
-        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[DraftPrefix] | None = None
     ) -> list[Proposal]:
         """Draft for each request whose prompt was read, and of which a layer goes; see ``Drafter.propose``."""
         drafts = open_drafts(requests, lookaheads, begun)
@@ -105,7 +105,7 @@ class SelfDrafter(Drafter):
                 mask = choice.mask
                 groups.setdefault(mask.tobytes(), (mask, []))[1].append(draft)
         for mask, group in groups.values():
-            with self._borrowed(mask, group):
+            with self._borrow_target(mask, group):
                 run_drafts(self.runner, group, self.vocab_size, self._unseen)
         return [draft.proposal(SELF) for draft in drafts]
 
@@ -133,7 +133,7 @@ class SelfDrafter(Drafter):
         added = similarity.sum(axis=1, dtype=np.float64)
         self._sums[request] = (sums + added, count + similarity.shape[1])
 
-    def choice_of(self, request: Request) -> LayerChoice | None:
+    def find_choice(self, request: Request) -> LayerChoice | None:
         """The layers that a request's drafts have; None while they are not chosen."""
         rules = request.layer_rules
         known = self._choices.get(request)
@@ -145,12 +145,12 @@ class SelfDrafter(Drafter):
 
     def cost(self, curves: "CostCurves") -> DraftCost | None:
         """See ``Drafter.cost``."""
-        return LayersCost(curves, self.choice_of)
+        return LayersCost(curves, self.find_choice)
 
     def _choice(self, req: Request) -> LayerChoice:
         choice = self._choices.get(req)
         if choice is None:
-            choice = self.choice_of(req)
+            choice = self.find_choice(req)
             if choice is None:
                 if req not in self._sums:
                     raise SpecexportError("no similarity was measured while the target read this prompt.")
@@ -160,12 +160,12 @@ class SelfDrafter(Drafter):
         return choice
 
     def _unseen(self, draft: Draft) -> RowWork:
-        """What the next draft step is fed: what was added to the draft, behind the newest token that was committed."""
+        """What the next draft step is fed: what was added to the draft, after the newest token that was committed."""
         req = draft.request
-        return RowWork(draft.since(self.runner.kv.kv_len(req.row)), 1, adapter=req.adapter, settles=False)
+        return RowWork(draft.list_tokens_since(self.runner.kv.kv_len(req.row)), 1, adapter=req.adapter, settles=False)
 
     @contextmanager
-    def _borrowed(self, mask: BoolArray, group: Sequence[Draft]) -> Iterator[None]:
+    def _borrow_target(self, mask: BoolArray, group: Sequence[Draft]) -> Iterator[None]:
         """The target's engine and cache as a draft uses them, given back as they were; costs are this drafter's."""
         executor, kv = self._executor, self.runner.kv
         before = executor.engine_seconds

@@ -13,7 +13,7 @@ import numpy as np
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.requests.records import Branch
 from specexport_runtime.requests.request import Request
-from specexport_runtime.sampling.device import on_host
+from specexport_runtime.sampling.device import to_host
 from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sampling.tree import without
 
@@ -25,7 +25,7 @@ MIN_RATIO = 0.02
 """A greedy draft has no branch that its model takes to be less likely, beside the token that it drafts."""
 
 
-def usual_siblings(request: Request, depth: int) -> tuple[int, ...]:
+def choose_default_siblings(request: Request, depth: int) -> tuple[int, ...]:
     """Branches beside each of up to ``depth`` tokens of a draft where no controller chooses; empty for a chain.
 
     With a draw for each they stand where the text most likely comes to and leaves the chain, by what became of the
@@ -44,15 +44,15 @@ def usual_siblings(request: Request, depth: int) -> tuple[int, ...]:
     return tuple(np.bincount(best, minlength=depth).tolist())
 
 
-def drawn_siblings(distribution: Distribution, token: int, uniforms: Sequence[float]) -> list[int]:
+def draw_siblings(distribution: Distribution, token: int, uniforms: Sequence[float]) -> list[int]:
     """Tokens that are drawn in turn from a distribution without ``token`` and those before: fewer if it has no more."""
-    here, drawn = on_host(distribution), [token]
+    here, drawn = to_host(distribution), [token]
     for uniform in uniforms[: int(np.count_nonzero(here.probs)) - 1]:
         drawn.append(sample_token(without(here, drawn), uniform))
     return drawn[1:]
 
 
-def runners_up(logits: Float32Array, token: int, count: int) -> list[tuple[int, float]]:
+def find_runners_up(logits: Float32Array, token: int, count: int) -> list[tuple[int, float]]:
     """Up to ``count`` tokens beside the likeliest one, the best first, and how likely each is beside it.
 
     ``logits`` are changed meanwhile: a row is as long as the vocabulary, and to sort it, or copy it, takes longer.
@@ -74,7 +74,7 @@ def runners_up(logits: Float32Array, token: int, count: int) -> list[tuple[int, 
     return found
 
 
-def combined(branches: Sequence[Branch], tokens: Sequence[int], room: int) -> tuple[Branch, ...]:
+def combine_branches(branches: Sequence[Branch], tokens: Sequence[int], room: int) -> tuple[Branch, ...]:
     """The likeliest ``room`` ways beside a draft whose places know nothing of each other, by cumulative probability."""
     ways: list[list[tuple[int, float]]] = [[(token, 1.0)] for token in tokens]
     for branch in branches:

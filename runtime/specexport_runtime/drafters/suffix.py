@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specexport_runtime.drafters.base import Drafter, DrafterKind, DrafterTraits
-from specexport_runtime.drafters.continuations import Continuations, room_for_branches
+from specexport_runtime.drafters.continuations import Continuations, count_branch_room
 from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH, LookupDrafter
 from specexport_runtime.drafters.suffix_segment import DEPTH
-from specexport_runtime.drafters.suffix_store import DEFAULT_MEMORY_MB, SuffixStore, tokens_within
-from specexport_runtime.requests.records import Begun, DraftEnd, Proposal
+from specexport_runtime.drafters.suffix_store import DEFAULT_MEMORY_MB, SuffixStore, tokens_for_megabytes
+from specexport_runtime.requests.records import DraftEnd, DraftPrefix, Proposal
 from specexport_runtime.requests.request import Request
 
 SUFFIX = "suffix"
@@ -51,12 +51,12 @@ class SuffixDrafter(Drafter):
         self._least = max(match_length, _MIN_MATCH)
 
     def propose(
-        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[DraftPrefix] | None = None
     ) -> list[Proposal]:
         """Up to ``lookaheads[i]`` tokens for each request; see ``Drafter.propose``."""
         own = self._own.propose(requests, lookaheads, begun)
         return [
-            self._longer(req, lookahead, proposal, [] if begun is None else begun[i].tokens)
+            self._choose_longer(req, lookahead, proposal, [] if begun is None else begun[i].tokens)
             if lookahead > 0
             else proposal
             for i, (req, lookahead, proposal) in enumerate(zip(requests, lookaheads, own, strict=True))
@@ -69,7 +69,7 @@ class SuffixDrafter(Drafter):
             if req.finish_reason is not None and req.scope is not None and _is_planned(req):
                 self.store.add(req.scope, req.tokens[-(req.num_generated + DEPTH) :])
 
-    def _longer(self, req: Request, lookahead: int, own: Proposal, begun: list[int]) -> Proposal:
+    def _choose_longer(self, req: Request, lookahead: int, own: Proposal, begun: list[int]) -> Proposal:
         """The request's own draft, or one from the store if more tokens match there."""
         least = max(self._least, own.match_length + 1)
         if least > DEPTH:
@@ -83,14 +83,14 @@ class SuffixDrafter(Drafter):
             if tokens:
                 end: DraftEnd = "lookahead" if len(tokens) == most else "text"
                 whole, places = [*begun, *tokens], tuple(range(len(begun)))
-                room = room_for_branches(req, len(tokens))
-                branches = _ways(whole, begun, found.continuations).branches(room) if room else ()
+                room = count_branch_room(req, len(tokens))
+                branches = _build_continuations(whole, begun, found.continuations).branches(room) if room else ()
                 return Proposal(whole, None, end, SUFFIX, found.length, forced=places, branches=branches)
         return own._replace(drafter=SUFFIX) if own.tokens else own
 
 
-def _ways(chain: list[int], begun: list[int], continuations: Sequence[Sequence[int]]) -> Continuations:
-    """A draft from the store among the ``continuations`` behind ``begun``: how many of them come to each token."""
+def _build_continuations(chain: list[int], begun: list[int], continuations: Sequence[Sequence[int]]) -> Continuations:
+    """A draft from the store among the ``continuations`` after ``begun``: how many of them come to each token."""
     found, share = Continuations(chain), 1.0 / len(continuations)
     for each in continuations:
         whole = [*begun, *each]
@@ -105,7 +105,7 @@ def _is_planned(req: Request) -> bool:
 KIND = DrafterKind(
     SuffixDrafter.traits,
     lambda parts: SuffixDrafter(
-        parts.store or SuffixStore(tokens_within(DEFAULT_MEMORY_MB)), match_length=parts.match_length
+        parts.store or SuffixStore(tokens_for_megabytes(DEFAULT_MEMORY_MB)), match_length=parts.match_length
     ),
     lambda _offer: None,
     method="suffix",
@@ -123,10 +123,10 @@ class Path(NamedTuple):
 
 def best_path(continuations: Sequence[Sequence[int]]) -> Path:
     """The path through continuations with the highest score, at most as long as a draft may be."""
-    return _best([each for each in continuations if len(each)], 0, 1.0, len(continuations))
+    return _search_path([each for each in continuations if len(each)], 0, 1.0, len(continuations))
 
 
-def _best(live: list[Sequence[int]], depth: int, chance: float, count: int) -> Path:
+def _search_path(live: list[Sequence[int]], depth: int, chance: float, count: int) -> Path:
     """The best path from ``depth`` on, reached with ``chance``, among those ``live`` of the ``count`` that got here."""
     if not live:
         return Path(0.0, [], [])
@@ -140,7 +140,7 @@ def _best(live: list[Sequence[int]], depth: int, chance: float, count: int) -> P
     best = Path(-1.0, [], [])
     for token, group in groups.items():
         passed = chance * len(group) / count
-        further = _best([each for each in group if len(each) > depth + 1], depth + 1, passed, len(group))
+        further = _search_path([each for each in group if len(each) > depth + 1], depth + 1, passed, len(group))
         score = passed + further.score
         if score > best.score:
             best = Path(score, [token, *further.tokens], [passed, *further.chances])

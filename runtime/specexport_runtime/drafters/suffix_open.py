@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specexport_runtime.drafters.suffix_segment import SEPARATOR, TokenArray, split_texts
-from specexport_runtime.drafters.suffix_store import DEFAULT_MEMORY_MB, SuffixStore, tokens_within
+from specexport_runtime.drafters.suffix_store import DEFAULT_MEMORY_MB, SuffixStore, tokens_for_megabytes
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.user_cache import cache_folder, is_private, replace_file
 
@@ -34,7 +34,7 @@ class KeptSuffixes(NamedTuple):
     def save(self) -> None:
         """Write the store to its file in one step, readable by this user only; OSError if it cannot be written."""
         if self.file is not None:
-            _write(self.file, self.store, self.tokenizer_sha256)
+            _write_store(self.file, self.store, self.tokenizer_sha256)
 
 
 def open_suffixes(
@@ -51,15 +51,17 @@ def open_suffixes(
     memory = DEFAULT_MEMORY_MB if memory_mb is None else memory_mb
     _check_memory(memory)
     try:
-        store = SuffixStore(tokens_within(memory), () if corpus is None else _read_corpus(Path(corpus), tokenizer))
+        store = SuffixStore(
+            tokens_for_megabytes(memory), () if corpus is None else _read_corpus(Path(corpus), tokenizer)
+        )
     except ValueError as error:
         raise InvalidRequestError(
             f"corpus {corpus}: {error.args[0].rstrip('.')}, which is what {memory} MB hold.",
             "give a smaller corpus, or more memory (--suffix-memory).",
         ) from None
-    place = _place(file, tokenizer_sha256)
+    place = _find_store_file(file, tokenizer_sha256)
     if place is not None and place.exists():
-        for scope, tokens in _read(place, tokenizer_sha256, vocab_size, trusted=file != CACHE):
+        for scope, tokens in _read_store(place, tokenizer_sha256, vocab_size, trusted=file != CACHE):
             store.restore(scope, split_texts(tokens))
     return KeptSuffixes(store, place, tokenizer_sha256)
 
@@ -97,7 +99,7 @@ def _read_corpus(folder: Path, tokenizer: "Tokenizer") -> Iterator[list[int]]:
         )
 
 
-def _place(file: Path | str | None, tokenizer_sha256: str) -> Path | None:
+def _find_store_file(file: Path | str | None, tokenizer_sha256: str) -> Path | None:
     if file is None:
         return None
     if file == CACHE:
@@ -106,7 +108,7 @@ def _place(file: Path | str | None, tokenizer_sha256: str) -> Path | None:
     return Path(file)
 
 
-def _write(path: Path, store: SuffixStore, tokenizer_sha256: str) -> None:
+def _write_store(path: Path, store: SuffixStore, tokenizer_sha256: str) -> None:
     kept = dict(store.items())
     scopes = [{"scope": scope, "num_tokens": len(tokens)} for scope, tokens in kept.items()]
     head = json.dumps({"schema": SCHEMA, "tokenizer_sha256": tokenizer_sha256, "scopes": scopes}).encode()
@@ -114,7 +116,9 @@ def _write(path: Path, store: SuffixStore, tokenizer_sha256: str) -> None:
     replace_file(path, lambda file: np.savez_compressed(file, head=np.frombuffer(head, np.uint8), tokens=tokens))
 
 
-def _read(path: Path, tokenizer_sha256: str, vocab_size: int, *, trusted: bool) -> Iterator[tuple[str, TokenArray]]:
+def _read_store(
+    path: Path, tokenizer_sha256: str, vocab_size: int, *, trusted: bool
+) -> Iterator[tuple[str, TokenArray]]:
     """Scopes and their texts in a file; a file of the cache that others may have written counts as damaged."""
     fix = "name another file, or delete this one: it is made again."
     try:

@@ -28,11 +28,11 @@ class Match(NamedTuple):
 
     length: int  # tokens of that suffix; at most ``DEPTH``
     first: int  # place in the sorted order
-    last: int  # behind the last place
+    last: int  # after the last place
 
 
 class SuffixSegment:
-    """Texts that do not change any more: token ids int32 [n], and a ``SEPARATOR`` behind each text."""
+    """Texts that do not change any more: token ids int32 [n], and a ``SEPARATOR`` after each text."""
 
     def __init__(self, tokens: TokenArray) -> None:
         if len(tokens) and (int(tokens.min()) < SEPARATOR or int(tokens.max()) > _TOKEN_LIMIT):
@@ -64,10 +64,10 @@ class SuffixSegment:
         if first == last or (low == high and least > length):
             return None
         if low < high and len(recent) > 2:
-            length, first, last = self._longest(list(recent[:DEPTH]), low, high, least)
+            length, first, last = self._narrow_range(list(recent[:DEPTH]), low, high, least)
         return Match(length, first, last) if length >= least else None
 
-    def _longest(self, wanted: list[int], first: int, last: int, least: int) -> tuple[int, int, int]:
+    def _narrow_range(self, wanted: list[int], first: int, last: int, least: int) -> tuple[int, int, int]:
         """How much of a context the places of a range share with it at most, and the range of those that do."""
         if last - first > 1:
             everywhere, whole = range(last), len(wanted)
@@ -77,12 +77,12 @@ class SuffixSegment:
                 if first == last or self._context(first, least) != prefix:
                     return 0, first, first
             at = bisect_left(everywhere, wanted, first, last, key=lambda i: self._context(i, whole))
-            length = max(self._shared(wanted, i) for i in (at - 1, at) if first <= i < last)
+            length = max(self._count_shared(wanted, i) for i in (at - 1, at) if first <= i < last)
             prefix = wanted[:length]
             low = bisect_left(everywhere, prefix, first, at, key=lambda i: self._context(i, length))
             high = bisect_right(everywhere, prefix, at, last, key=lambda i: self._context(i, length))
             return length, low, high
-        return self._shared(wanted, first), first, last
+        return self._count_shared(wanted, first), first, last
 
     def _context(self, i: int, length: int) -> list[int]:
         """The last tokens before the ``i``-th place in the sorted order, the newest first."""
@@ -91,7 +91,7 @@ class SuffixSegment:
         found.reverse()
         return found
 
-    def _shared(self, wanted: list[int], i: int) -> int:
+    def _count_shared(self, wanted: list[int], i: int) -> int:
         """How many tokens of a context the ``i``-th place follows."""
         known = self._context(i, len(wanted))
         return next(
@@ -112,7 +112,7 @@ class SuffixSegment:
 
 
 def split_texts(tokens: TokenArray) -> Iterator[list[int]]:
-    """The texts of a segment's tokens, in order; what has no separator behind it is none."""
+    """The texts of a segment's tokens, in order; what has no separator after it is none."""
     start = 0
     for end in np.flatnonzero(tokens == SEPARATOR).tolist():
         yield tokens[start:end].tolist()
@@ -124,7 +124,7 @@ def join_segments(segments: Sequence[SuffixSegment]) -> SuffixSegment:
     return SuffixSegment(np.concatenate([segment.tokens for segment in segments]))
 
 
-def segment_of(texts: Sequence[Sequence[int]]) -> SuffixSegment:
+def make_segment(texts: Sequence[Sequence[int]]) -> SuffixSegment:
     """A segment of some texts; ValueError if a token id is out of range."""
     ids = [token for text in texts for token in (*text, SEPARATOR)]
     if any(token < 0 for text in texts for token in text):

@@ -15,7 +15,7 @@ from specexport_runtime.drafters.suffix_segment import (
     SuffixSegment,
     TokenArray,
     join_segments,
-    segment_of,
+    make_segment,
 )
 
 DEFAULT_MEMORY_MB = 16
@@ -39,7 +39,7 @@ class SuffixContinuations(NamedTuple):
     continuations: list[list[int]]  # what followed at the newest of them, the newest first
 
 
-class _Shelf:
+class _ScopeSegments:
     """The segments of one scope, the oldest first, with the number of the newest text in each."""
 
     def __init__(self) -> None:
@@ -78,13 +78,13 @@ class SuffixStore:
 
     def __init__(self, max_tokens: int, corpus: Iterable[Sequence[int]] = ()) -> None:
         self.max_tokens = max_tokens
-        self._shelves: dict[str, _Shelf] = {}
+        self._shelves: dict[str, _ScopeSegments] = {}
         self._numbers = count()
         self._ages: list[tuple[int, str]] = []  # a heap: the newest text of the first segment of each shelf
         self._used = 0
         self._largest = max(_SMALLEST, min(_LARGEST, max_tokens // _LARGEST_SHARE))
         self._corpus: list[SuffixSegment] = []
-        for segment in _segments_of(corpus, _LARGEST):
+        for segment in _make_segments(corpus, _LARGEST):
             self._corpus.append(segment)
             self._used += _cost(segment)
             if self._used > max_tokens:
@@ -92,7 +92,7 @@ class SuffixStore:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are kept, a separator behind each text included."""
+        """Tokens that are kept, a separator after each text included."""
         shelves = self._shelves.values()
         return sum(map(len, self._corpus)) + sum(len(segment) for shelf in shelves for segment in shelf.segments)
 
@@ -106,15 +106,15 @@ class SuffixStore:
         text = text[-(self._largest - 1) :]
         if len(text) < 2:
             return
-        self._append(scope, segment_of([text]))
+        self._append(scope, make_segment([text]))
 
     def restore(self, scope: str, texts: Iterable[Sequence[int]]) -> None:
         """Keep many texts, the oldest first, in segments that need not be joined; ValueError for ids that are none."""
-        for segment in _segments_of(texts, self._largest):
+        for segment in _make_segments(texts, self._largest):
             self._append(scope, segment)
 
     def _append(self, scope: str, segment: SuffixSegment) -> None:
-        shelf = self._shelves.setdefault(scope, _Shelf())
+        shelf = self._shelves.setdefault(scope, _ScopeSegments())
         self._take_join(scope, shelf)
         shelf.segments.append(segment)
         shelf.newest.append(next(self._numbers))
@@ -155,7 +155,7 @@ class SuffixStore:
             self._used -= sum(map(_cost, shelf.segments))
 
     def items(self) -> Iterator[tuple[str, TokenArray]]:
-        """Scopes and their texts, the oldest first, a separator behind each; without the corpus."""
+        """Scopes and their texts, the oldest first, a separator after each; without the corpus."""
         for scope, shelf in self._shelves.items():
             yield scope, np.concatenate([segment.tokens for segment in shelf.segments])
 
@@ -167,7 +167,7 @@ class SuffixStore:
                 self._take_join(scope, shelf)
                 self._join_neighbours(scope, shelf)
 
-    def _take_join(self, scope: str, shelf: _Shelf) -> None:
+    def _take_join(self, scope: str, shelf: _ScopeSegments) -> None:
         """Put a joined segment in the place of its parts, if it is ready."""
         join = shelf.join
         if join is None or join.result is None:
@@ -175,20 +175,20 @@ class SuffixStore:
         shelf.join = None
         self._replace(scope, shelf, shelf.segments.index(join.segments[0]), len(join.segments), join.result)
 
-    def _replace(self, scope: str, shelf: _Shelf, first: int, number: int, joined: SuffixSegment) -> None:
+    def _replace(self, scope: str, shelf: _ScopeSegments, first: int, number: int, joined: SuffixSegment) -> None:
         self._used += _cost(joined) - sum(map(_cost, shelf.segments[first : first + number]))
         shelf.segments[first : first + number] = [joined]
         shelf.newest[first : first + number] = [shelf.newest[first + number - 1]]
         if not first:
             self._note_age(scope, shelf)
 
-    def _join_neighbours(self, scope: str, shelf: _Shelf) -> None:
+    def _join_neighbours(self, scope: str, shelf: _ScopeSegments) -> None:
         """Join segments of a size for as long as there are enough of one, the smallest size first."""
         size = _SMALLEST
         while size < self._largest:
             size = _SMALLEST if self._join_size(scope, shelf, size) else size * _FAN
 
-    def _join_size(self, scope: str, shelf: _Shelf, size: int) -> bool:
+    def _join_size(self, scope: str, shelf: _ScopeSegments, size: int) -> bool:
         """Join the oldest of the newest segments of up to ``size`` tokens, if there are enough; whether there were."""
         begin = 0 if shelf.join is None else shelf.segments.index(shelf.join.segments[-1]) + 1
         first = len(shelf.segments)
@@ -207,7 +207,7 @@ class SuffixStore:
             shelf.join = _Join(shelf.segments[first:last])
         return True
 
-    def _note_age(self, scope: str, shelf: _Shelf) -> None:
+    def _note_age(self, scope: str, shelf: _ScopeSegments) -> None:
         heapq.heappush(self._ages, (shelf.newest[0], scope))
 
     def _forget(self) -> None:
@@ -231,20 +231,20 @@ def _cost(segment: SuffixSegment) -> int:
     return len(segment) + SEGMENT_TOKENS
 
 
-def _segments_of(texts: Iterable[Sequence[int]], most: int) -> Iterator[SuffixSegment]:
+def _make_segments(texts: Iterable[Sequence[int]], most: int) -> Iterator[SuffixSegment]:
     """Segments of texts in their order, each of about ``most`` tokens."""
     batch: list[Sequence[int]] = []
     size = 0
     for text in texts:
         if batch and size + len(text) >= most:
-            yield segment_of(batch)
+            yield make_segment(batch)
             batch, size = [], 0
         batch.append(text)
         size += len(text) + 1
     if batch:
-        yield segment_of(batch)
+        yield make_segment(batch)
 
 
-def tokens_within(megabytes: int) -> int:
+def tokens_for_megabytes(megabytes: int) -> int:
     """The bound of a store that may take so many megabytes (10^6 bytes)."""
     return megabytes * 1_000_000 // BYTES_PER_TOKEN

@@ -60,7 +60,7 @@ class StepBuffers(NamedTuple):
 class Executor(ABC):
     """One engine with its KV arena of ``num_rows`` rows of ``kv_capacity`` entries.
 
-    What an engine need not be able to do has a default. Each such ability is a group of members behind the attribute
+    What an engine need not be able to do has a default. Each such ability is a group of members after the attribute
     that says whether it is there; methods of a group that is not there do nothing, or raise SpecexportError.
     """
 
@@ -99,7 +99,7 @@ class Executor(ABC):
 
     @abstractmethod
     def move_entries(self, row: int, entries: Int64Array, start: int = 0) -> None:
-        """Put the listed cache entries of a row (ascending) one behind the other from ``start`` on, in every layer.
+        """Put the listed cache entries of a row (ascending) one after the other from ``start`` on, in every layer.
 
         None of them lies before its new place.
         """
@@ -118,7 +118,7 @@ class Executor(ABC):
     head: "CutHead | None" = None
     """Which token ids the first rows of the LM head are; None: each is its own number."""
 
-    def name_rows(self, head: "CutHead | None") -> None:
+    def set_head(self, head: "CutHead | None") -> None:
         """Set :attr:`head`."""
         self.head = head
 
@@ -129,7 +129,7 @@ class Executor(ABC):
     # ---- steps that wait for none before them ----
 
     chains: bool = False
-    """Steps can be put on the device one behind the other."""
+    """Steps can be put on the device one after the other."""
 
     def enqueue(self, *, fed: bool, asks: Sequence[RowAsk] = ()) -> None:
         """Put the prepared step on the device; its result is the greedy token of each row of logits.
@@ -149,7 +149,7 @@ class Executor(ABC):
     copies_rows: bool = False
     """Rows can be copied, and stay as they are when no sequence runs in them.
 
-    ``floor`` of a row: it is gone on from behind so many tokens or more, see ``recedes``.
+    ``floor`` of a row: it is gone on from after so many tokens or more, see ``recedes``.
     """
 
     def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:
@@ -166,7 +166,7 @@ class Executor(ABC):
     # ---- memory of rows ----
 
     gives_back: bool = False
-    """Pages that are of no use go back to the system; ``swap_rows`` leaves nothing behind the exchanged entries."""
+    """Pages that are of no use go back to the system; ``swap_rows`` leaves nothing after the exchanged entries."""
     recedes: bool = False
     """Some layers have windows, and the system takes the memory before them back.
 
@@ -177,11 +177,11 @@ class Executor(ABC):
         """Bytes of memory that the first ``entries`` of a row take, in all layers: whole pages; 0 if not known."""
         return 0
 
-    def give_back(self, row: int, kept: int) -> None:
+    def release_pages(self, row: int, kept: int) -> None:
         """Give the pages of a row back that hold none of its first ``kept`` entries; nothing unless ``gives_back``."""
 
     def recede(self, row: int, floor: int) -> None:
-        """Give back what no layer reads behind ``floor`` tokens; nothing unless ``recedes``."""
+        """Give back what no layer reads after ``floor`` tokens; nothing unless ``recedes``."""
 
     # ---- trees ----
 

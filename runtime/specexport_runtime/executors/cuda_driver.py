@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from specexport_runtime.errors import IncompatibleError, MissingDependencyError, SpecexportError, pip_install
-from specexport_runtime.executors.gpu import MEMORY_HINT, OLDEST_DRIVER, ByteArray, GpuInfo, out_of_memory
+from specexport_runtime.errors import IncompatibleError, MissingDependencyError, SpecexportError, make_install_hint
+from specexport_runtime.executors.gpu import MEMORY_HINT, OLDEST_DRIVER, ByteArray, GpuInfo, make_out_of_memory_error
 
 _NO_MEMORY = "cudaErrorMemoryAllocation"
 _NO_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorNoDevice", "cudaErrorInitializationError")
@@ -24,7 +24,7 @@ class CudaDriver:
         except ImportError as missing:
             raise MissingDependencyError(
                 "cuda-python is not installed, and engines for NVIDIA GPUs run through it.",
-                f"{pip_install('cuda')} Engines of TensorRT: [tensorrt-rtx] or [tensorrt].",
+                f"{make_install_hint('cuda')} Engines of TensorRT: [tensorrt-rtx] or [tensorrt].",
             ) from missing
         self._cuda: Any = runtime
         error, count = runtime.cudaGetDeviceCount()
@@ -75,7 +75,7 @@ class CudaDriver:
         error, address = self._cuda.cudaMalloc(max(num_bytes, 1))
         if _name(self._cuda, error) == _NO_MEMORY:
             self._cuda.cudaGetLastError()  # it is remembered, and the next call would report it again
-            raise out_of_memory(what, num_bytes, self.info())
+            raise make_out_of_memory_error(what, num_bytes, self.info())
         self._check(error, f"allocating {what}")
         return int(address)
 

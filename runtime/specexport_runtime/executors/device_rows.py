@@ -1,6 +1,6 @@
 """Rows of logits that stay on a GPU: tokens are drawn there, and only what a host asks for leaves it.
 
-A step's rows come with what is asked of each (``RowAsk``). The kernels run behind the step on its stream, so that it
+A step's rows come with what is asked of each (``RowAsk``). The kernels run after the step on its stream, so that it
 still has one wait. What is asked later (a residual, more candidates, a whole row) costs a wait of its own. Every number
 and sum is float64, ids ascend: a draw is the host's but for rounding.
 """
@@ -92,7 +92,7 @@ def open_sampler(driver: GpuDriver, width: int, num_slots: int) -> "RowSampler |
         return None
 
 
-class Lane:
+class RowStepBuffers:
     """What is asked and found in one step: steps of a chain have one each."""
 
     def __init__(self, at_asks: int, at_found: int, asks: Float64Array, found: Float64Array) -> None:
@@ -165,18 +165,18 @@ class RowSampler(RowSource):
         self._memory: list[int] = []
         self._pinned: list[ByteArray] = []
         self._rows: dict[int, ByteArray] = {}  # pinned memory of fetched rows, by place
-        self._lanes: list[Lane] = []
+        self._step_buffers: list[RowStepBuffers] = []
         library()
 
     def reserve(self, rows: int, steps: int) -> None:
         """Take memory for so many ``rows``, and ``steps`` of a chain, or IncompatibleError; more comes if needed."""
         self._allocate(max(rows, MIN_ROWS))
-        self._lanes += [self._make_lane() for _ in range(max(steps, 1))]
+        self._step_buffers += [self._make_step_buffers() for _ in range(max(steps, 1))]
         if steps:
             self.slot(steps * self._num_slots - 1)
 
     def put(self, asks: Sequence[RowAsk], logits: int, *, token_ids: int = 0, step: int = 0) -> None:
-        """Put on the stream, behind a step, what is asked of its rows, which lie at an address.
+        """Put on the stream, after a step, what is asked of its rows, which lie at an address.
 
         In a chain, of which this is the n-th ``step`` from 0 on, tokens that are drawn take the places of the greedy
         ones at ``token_ids``; all its steps have the same number of rows.
@@ -184,44 +184,44 @@ class RowSampler(RowSource):
         rows = len(asks)
         if rows > self._max_rows:
             self._allocate(max(rows, 2 * self._max_rows, MIN_ROWS))
-        while len(self._lanes) <= step:
-            self._lanes.append(self._make_lane())
-        lane = self._lanes[step]
+        while len(self._step_buffers) <= step:
+            self._step_buffers.append(self._make_step_buffers())
+        step_buffers = self._step_buffers[step]
         self.generation += 1
         self._address = logits
         driver = self._driver
         rules, uniforms, tokens, slots = zip(*asks, strict=True)
-        if rules != lane.rules:
-            lane.set_rules(rules)
-        if lane.draws:
-            lane.set_params(rows, uniforms, tokens)
-            driver.copy_in(lane.at_asks, lane.host_asks, 8 * ASK * rows)
-            parts = (lane.at_asks, self._at_tops, self._at_sums)
+        if rules != step_buffers.rules:
+            step_buffers.set_rules(rules)
+        if step_buffers.draws:
+            step_buffers.set_params(rows, uniforms, tokens)
+            driver.copy_in(step_buffers.at_asks, step_buffers.host_asks, 8 * ASK * rows)
+            parts = (step_buffers.at_asks, self._at_tops, self._at_sums)
             self._launch("weigh", (rows, self._blocks), logits, *parts, self.width, self._blocks)
-            found = (lane.at_found, self._at_bins, token_ids or self._at_bins)
+            found = (step_buffers.at_found, self._at_bins, token_ids or self._at_bins)
             self._launch("draw", (rows, 1), logits, *parts, *found, self.width, self._blocks, int(token_ids > 0))
             size = _FOUND_BYTES * rows
-            if lane.cuts:
+            if step_buffers.cuts:
                 size += _INLINE_BYTES * rows
-                self._put_cuts(rows, lane)
-            driver.copy_out(lane.host_found, lane.at_found, size)
+                self._launch_cuts(rows, step_buffers)
+            driver.copy_out(step_buffers.host_found, step_buffers.at_found, size)
             self.counts.bytes += size
         row_bytes = 4 * self.width
-        if slots != lane.slots:
+        if slots != step_buffers.slots:
             kept = [self.slot(slot) if slot >= 0 else -1 for slot in slots]
-            lane.slots, lane.runs = slots, list(_runs(kept, row_bytes))
-        for first, count, place in lane.runs:
+            step_buffers.slots, step_buffers.runs = slots, list(_find_runs(kept, row_bytes))
+        for first, count, place in step_buffers.runs:
             driver.copy_rows(place, logits + first * row_bytes, row_bytes, count, row_bytes)
-        for i in lane.fetched:
-            self._put_row(i, logits + i * row_bytes)
+        for i in step_buffers.fetched:
+            self._enqueue_row_copy(i, logits + i * row_bytes)
         self.counts.steps += 1
 
-    def _put_cuts(self, rows: int, lane: Lane) -> None:
+    def _launch_cuts(self, rows: int, step_buffers: RowStepBuffers) -> None:
         places = (rows, self._blocks)
-        arguments = (self._address, lane.at_asks, lane.at_found, self._at_bins)
-        if lane.spreads:
+        arguments = (self._address, step_buffers.at_asks, step_buffers.at_found, self._at_bins)
+        if step_buffers.spreads:
             self._launch("spread", places, *arguments, self.width)
-        ids = lane.at_found + _FOUND_BYTES * rows
+        ids = step_buffers.at_found + _FOUND_BYTES * rows
         outputs = (
             ids,
             ids + 4 * K_INLINE * rows,
@@ -232,20 +232,27 @@ class RowSampler(RowSource):
 
     def collect(self, asks: Sequence[RowAsk], token_ids: Int64Array, *, step: int = 0) -> "DeviceRows":
         """What was found, after the wait; ``token_ids`` [R] are the greedy ones. ``step``: see :meth:`put`."""
-        rows, lane, generation = len(asks), self._lanes[step], self.generation
+        rows, step_buffers, generation = len(asks), self._step_buffers[step], self.generation
         greedy = token_ids.tolist()
         address, pitch = self._address, 4 * self.width
-        if not lane.draws:
+        if not step_buffers.draws:
             found: Iterable[RowFound] = [UNKNOWN] * rows
         else:
-            found = map(AS_FOUND, lane.found[: FOUND * rows].reshape(rows, FOUND).tolist())
+            found = map(AS_FOUND, step_buffers.found[: FOUND * rows].reshape(rows, FOUND).tolist())
         made = [
             DeviceRow(self, i, ask, answer if ask.rule.temperature else UNKNOWN, token, address + pitch * i, generation)
             for i, (ask, answer, token) in enumerate(zip(asks, found, greedy, strict=True))
         ]
-        if lane.cuts:
-            at_inline = lane.host_found + _FOUND_BYTES * rows
-            cuts = RowCuts(rows, K_INLINE, lane.host_asks, lane.host_found, lane.host_kept_masses, at_inline)
+        if step_buffers.cuts:
+            at_inline = step_buffers.host_found + _FOUND_BYTES * rows
+            cuts = RowCuts(
+                rows,
+                K_INLINE,
+                step_buffers.host_asks,
+                step_buffers.host_found,
+                step_buffers.host_kept_masses,
+                at_inline,
+            )
             for row in made:
                 row.cuts = cuts
         return DeviceRows(made)
@@ -253,11 +260,11 @@ class RowSampler(RowSource):
     def fetch(self, place: int, address: int | None) -> Float32Array:
         """See ``RowSource.fetch``."""
         if address is not None:
-            self._put_row(place, address)
+            self._enqueue_row_copy(place, address)
             self.wait()
         return self._rows[place].view(np.float32)
 
-    def _put_row(self, place: int, address: int) -> None:
+    def _enqueue_row_copy(self, place: int, address: int) -> None:
         if place not in self._rows:
             self._rows[place] = self._driver.allocate_host(4 * self.width)
         self._driver.copy_out(int(self._rows[place].ctypes.data), address, 4 * self.width)
@@ -321,13 +328,13 @@ class RowSampler(RowSource):
         self._candidates, self._residual_asks, self._residual = map(self._pin, sizes)
         self._max_rows = rows
 
-    def _make_lane(self) -> Lane:
+    def _make_step_buffers(self) -> RowStepBuffers:
         rows, found = self._max_rows, self._max_rows * (_FOUND_BYTES + _INLINE_BYTES)
         at_asks, at_found = self._take_memory(8 * ASK * rows, found)
-        return Lane(at_asks, at_found, self._pin(8 * ASK * rows).reshape(rows, ASK), self._pin(found))
+        return RowStepBuffers(at_asks, at_found, self._pin(8 * ASK * rows).reshape(rows, ASK), self._pin(found))
 
     def _take_memory(self, *sizes: int) -> list[int]:
-        """Device memory for several things, one behind the other."""
+        """Device memory for several things, one after the other."""
         places = np.cumsum([0, *[-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]]).tolist()
         self._memory.append(self._driver.allocate(places[-1], "draws from logits"))
         return [self._memory[-1] + place for place in places[:-1]]
@@ -341,7 +348,7 @@ class RowSampler(RowSource):
             self._driver.free(address)
         for memory in self._pinned:
             self._driver.free_host(memory)
-        self._memory, self._pinned, self._lanes, self._max_rows = [], [], [], 0
+        self._memory, self._pinned, self._step_buffers, self._max_rows = [], [], [], 0
 
     def close(self) -> None:
         """Give everything back; no row may be used any more."""
@@ -353,7 +360,7 @@ class RowSampler(RowSource):
         self._slots, self._rows = [], {}
 
 
-def _runs(addresses: Sequence[int], pitch: int) -> Iterator[tuple[int, int, int]]:
+def _find_runs(addresses: Sequence[int], pitch: int) -> Iterator[tuple[int, int, int]]:
     """Place, length and address of the runs whose addresses lie ``pitch`` apart; below 0 there is none."""
     first = 0
     for i, address in enumerate([*addresses, -1]):
@@ -398,7 +405,7 @@ class DeviceRow(LogitRow):
         """Whether the library made the asked cut: what is kept lies in this process's memory."""
         return self.cuts is not None and self.cuts.numbers[self.cut_at][0] > 0
 
-    def lies_with(self, other: "DeviceRow") -> bool:
+    def is_in_same_memory(self, other: "DeviceRow") -> bool:
         """Whether both are in one memory: a GPU's, or this process's."""
         return type(self._sampler) is type(other._sampler)
 

@@ -30,7 +30,7 @@ Parsing keeps what is not named here.
 """
 
 
-def session_model(path: Path, options: Any) -> str | bytes:
+def read_session_model(path: Path, options: Any) -> str | bytes:
     """What an ``InferenceSession`` is made of: the graph's path, or its bytes where its weights are links elsewhere."""
     if all(file.resolve().parent == path.parent.resolve() for file in path.parent.glob(WEIGHTS)):
         return native_path(path)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from specexport_runtime.abi import CONTEXT_ID, PADDED_STEP_INPUTS, STEP_INPUTS, StepShape
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Float32Array, StepBuffers, StepOutput, Want
-from specexport_runtime.executors.host_rows import WithHostRows
+from specexport_runtime.executors.host_rows import HostRowsMixin
 from specexport_runtime.executors.logit_rows import argmax_ids
 
 ENTRY_BYTES = 64
@@ -23,7 +23,7 @@ _ADAPTER = 1_000_000  # times its number, beside the number of a mask: who wrote
 _BLOCK = -3  # an entry of a block, which must not outlive its step
 
 
-class FakeExecutor(WithHostRows):
+class FakeExecutor(HostRowsMixin):
     """An executor whose next-token logits are a fixed random function of the last ``context`` tokens.
 
     Args:
@@ -46,14 +46,14 @@ class FakeExecutor(WithHostRows):
             the token that an entry has, and of nothing else, so that a wrong feature shows. Fed what it handed on, it
             is as good; with ``noise`` it is not.
         num_draft_heads: with ``reads_features``, the executor of so many heads, asked by number: head i gives the
-            logits of token i+2 behind a feature's tokens, if those in between are the likeliest.
+            logits of token i+2 after a feature's tokens, if those in between are the likeliest.
         reads_draft: each of them reads what those before it guessed: its logits are a function of the feature and of
             the tokens that its row ends in, and of nothing else.
         fills_blocks: it is a head that fills blocks: entries have a feature, or are of a block, and each place's logits
             are a function of the whole context, of the block's first token, and of what the places before it guess.
         page_entries: entries of a page of its memory, of which each takes ``ENTRY_BYTES``.
         lender: with ``reads_features``, the executor of a head without a cache, which reads this one's: a step has one
-            token a row, and its logits are a function of the lender's entries, of what was drafted behind them, which
+            token a row, and its logits are a function of the lender's entries, of what was drafted after them, which
             is what it hands on, and of the token.
         num_adapters: LoRA adapters to choose from: with each of them logits are another function. An entry that was
             written with one serves steps with the same one, and no others.
@@ -149,7 +149,7 @@ class FakeExecutor(WithHostRows):
         """Similarity [N, T] of the last step; [N, 0] if it was not measured."""
         return self._similarity.copy()
 
-    def similarity_of(self, tokens: npt.ArrayLike) -> Float32Array:
+    def compute_similarity(self, tokens: npt.ArrayLike) -> Float32Array:
         """What an engine with gates measures for ``tokens`` [N, T]: a fixed function of layer and token id."""
         layers, ids = np.arange(self.num_gates // 2)[:, None], np.asarray(tokens, np.int64)[None]
         return (1.0 - 0.01 * ((3 * layers + ids) % 7)).astype(np.float32)
@@ -191,7 +191,7 @@ class FakeExecutor(WithHostRows):
         self.masks.append(self._mask)
         measured = buffers.input_ids if self._wants_similarity else buffers.input_ids[:0]
         _require(not len(measured) or self._mask is None, "similarity is measured with everything on")
-        self._similarity = self.similarity_of(measured)
+        self._similarity = self.compute_similarity(measured)
         after: dict[int, Float32Array] = {}
         given = shape.num_tokens if self._wants_features else 0
         self.features = np.full((given, self.feature_size), -1, np.float32)
@@ -237,16 +237,16 @@ class FakeExecutor(WithHostRows):
         known = (
             list(range(kv_len))
             if buffers.kv_positions is None
-            else self._known(buffers.kv_positions[offset, 0], kv_len)
+            else self._list_known_entries(buffers.kv_positions[offset, 0], kv_len)
         )
         _require(not (cache[known] == _POISON).any(), f"row {offset}: kv_len {kv_len} covers entries never written")
         whole = np.isin(writers[known] % _ADAPTER, (0, number)).all()
         _require(bool(whole), f"row {offset}: kv_len {kv_len} covers entries written with other parts on")
         same = (writers[known] // _ADAPTER == adapter).all()
         _require(bool(same) or not count, f"row {offset}: kv_len {kv_len} covers entries of another adapter")
-        paths = _paths(buffers, begin, count)
+        paths = _list_paths(buffers, begin, count)
         wanted = [len(known) + len(path) - 1 for path in paths]
-        _require(positions == wanted, f"row {offset} goes on at {len(known)}, each token behind its parent")
+        _require(positions == wanted, f"row {offset} goes on at {len(known)}, each token after its parent")
         if buffers.kv_positions is not None:
             own = buffers.kv_positions[offset, 0, kv_len : kv_len + count].tolist()
             _require(own == positions, "kv_positions holds the step's own tokens")
@@ -255,9 +255,9 @@ class FakeExecutor(WithHostRows):
             features = buffers.token_features[begin:end]
             _require(bool(np.isfinite(features).all()), f"row {offset} has a feature for each token")
             if self.reads_draft:
-                return self._continue(cache, kv_len, begin, tokens[:count], features, handed)
+                return self._run_sequential_heads(cache, kv_len, begin, tokens[:count], features, handed)
             if self.num_draft_heads:
-                return self._guess(features, tokens, begin, count)
+                return self._run_parallel_heads(features, tokens, begin, count)
             if self._fills_blocks:
                 return self._fill_block(cache, kv_len, begin, tokens[:count], features)
             contexts = [
@@ -269,7 +269,7 @@ class FakeExecutor(WithHostRows):
             }
         if self._wants_features:
             for j, row in enumerate(rows):
-                self._note(self.features, begin + j, cache[row])
+                self._write_feature(self.features, begin + j, cache[row])
         own = (adapter,) if adapter else ()  # models of one's own may know of none
         return {begin + j: self.logits_after(cache[row], self._mask, *own) for j, row in enumerate(rows)}
 
@@ -291,23 +291,23 @@ class FakeExecutor(WithHostRows):
         spans: tuple[int, int, int],
         handed: Float32Array,
     ) -> dict[int, Float32Array]:
-        """Logits of a row's one token behind the lender's entries; nothing of an idle row, and nothing is written."""
+        """Logits of a row's one token after the lender's entries; nothing of an idle row, and nothing is written."""
         begin, end, kv_len = spans
         if begin == end or buffers.token_features is None:
             return {}
         known = lender._cache[row, :kv_len]
         _require(end == begin + 1, "a row has one token")
         _require(not (known == _POISON).any(), f"row {row}: kv_len {kv_len} covers entries never written")
-        _require(int(buffers.positions[begin]) == kv_len, "the token stands behind the lender's entries")
+        _require(int(buffers.positions[begin]) == kv_len, "the token stands after the lender's entries")
         feature, true = buffers.token_features[begin], np.zeros((1, self.feature_size), np.float32)
-        self._note(true, 0, known)
+        self._write_feature(true, 0, known)
         drafted = [int(_DRAFTED - value) for value in feature if value <= _DRAFTED]
         _require(bool(drafted) or feature.tolist() == true[0].tolist(), "a draft begins with the last entry's feature")
         drafted.append(int(buffers.input_ids[begin]))
-        self._note(handed, begin, [_DRAFTED - token for token in drafted])
+        self._write_feature(handed, begin, [_DRAFTED - token for token in drafted])
         return {begin: self.logits_after([*known.tolist(), *drafted])}
 
-    def _guess(
+    def _run_parallel_heads(
         self, features: Float32Array, numbers: npt.NDArray[np.int64], begin: int, count: int
     ) -> dict[int, Float32Array]:
         """Logits of the heads ``numbers``, each over its own feature."""
@@ -320,7 +320,7 @@ class FakeExecutor(WithHostRows):
             found[begin + j] = self.logits_after(context)
         return found
 
-    def _continue(
+    def _run_sequential_heads(
         self,
         cache: npt.NDArray[np.int64],
         kv_len: int,
@@ -342,7 +342,7 @@ class FakeExecutor(WithHostRows):
         nothing = np.zeros(self.vocab_size, np.float32)
         after = {begin + j: nothing for j in range(count)}
         if count > known:
-            self._note(handed, begin + count - 1, features[-1].astype(int))
+            self._write_feature(handed, begin + count - 1, features[-1].astype(int))
             context = [*features[-1].astype(int).tolist(), *tokens[known:].tolist()]
             after[begin + count - 1] = self.logits_after([token for token in context if token >= 0])
         return after
@@ -374,18 +374,18 @@ class FakeExecutor(WithHostRows):
         return after
 
     def _hand_on(self, handed: Float32Array, at: int, context: list[int]) -> Float32Array:
-        """A head's logits for ``context``, and what it hands on behind it."""
-        self._note(handed, at, context)
+        """A head's logits for ``context``, and what it hands on after it."""
+        self._write_feature(handed, at, context)
         return self.logits_after(context)
 
-    def _note(self, features: Float32Array, at: int, tokens: npt.ArrayLike) -> None:
-        """The feature behind ``tokens``: the last of them, -1 where there are fewer."""
+    def _write_feature(self, features: Float32Array, at: int, tokens: npt.ArrayLike) -> None:
+        """The feature after ``tokens``: the last of them, -1 where there are fewer."""
         last = np.asarray(tokens)[-self.feature_size :]
         features[at] = -1
         features[at, self.feature_size - len(last) :] = last
 
     @staticmethod
-    def _known(kv_positions: npt.NDArray[np.int64], entries: int) -> list[int]:
+    def _list_known_entries(kv_positions: npt.NDArray[np.int64], entries: int) -> list[int]:
         """Entries that hold tokens, among the first ``entries``; the positions must count up from 0."""
         held = kv_positions[:entries]
         known = np.flatnonzero(held >= 0)
@@ -423,8 +423,8 @@ class FakeExecutor(WithHostRows):
         """See ``Executor.row_bytes``."""
         return -(-entries // self._page) * self._page * ENTRY_BYTES
 
-    def give_back(self, row: int, kept: int) -> None:
-        """See ``Executor.give_back``: these pages are poisoned."""
+    def release_pages(self, row: int, kept: int) -> None:
+        """See ``Executor.release_pages``: these pages are poisoned."""
         self._cache[row, -(-kept // self._page) * self._page :] = _POISON
 
     @property
@@ -434,7 +434,7 @@ class FakeExecutor(WithHostRows):
         return sum(len(set(written.tolist())) for written in pages) * self._page * ENTRY_BYTES
 
     def move_entries(self, row: int, entries: npt.NDArray[np.int64], start: int = 0) -> None:
-        """See ``Executor.move_entries``; what lies behind them is poisoned."""
+        """See ``Executor.move_entries``; what lies after them is poisoned."""
         kept, end = self._cache[row, entries], start + len(entries)
         self._cache[row, start:] = _POISON
         self._cache[row, start:end] = kept
@@ -444,7 +444,7 @@ class FakeExecutor(WithHostRows):
         """Nothing to release."""
 
 
-def _paths(buffers: StepBuffers, begin: int, count: int) -> list[list[int]]:
+def _list_paths(buffers: StepBuffers, begin: int, count: int) -> list[list[int]]:
     """Of each new token of a row, the row's new tokens up to it."""
     if buffers.parents is None:
         return [list(range(j + 1)) for j in range(count)]

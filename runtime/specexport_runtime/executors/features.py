@@ -52,14 +52,14 @@ class EngineFeatures:
         return FEATURES.name if self.gives else NEXT_FEATURES.name if self.reads else None
 
 
-class WithFeatures(Executor):
+class FeaturesMixin(Executor):
     """An executor of whatever engine: its features are those that the engine has."""
 
     _features: EngineFeatures
     _bound: BoundFeatures = BoundFeatures()
     """Of the last step."""
 
-    def _tell_features(self, features: EngineFeatures) -> None:
+    def _set_feature_traits(self, features: EngineFeatures) -> None:
         """Say what the engine has of features."""
         self.feature_size, self.gives_features, self.reads_features = features.size, features.gives, features.reads
 

@@ -112,15 +112,15 @@ class GpuDriver(Protocol):
         ...
 
 
-def out_of_memory(what: str, wanted: int, gpu: GpuInfo) -> IncompatibleError:
+def make_out_of_memory_error(what: str, wanted: int, gpu: GpuInfo) -> IncompatibleError:
     """The error for ``what``, which wants more memory than the GPU has free."""
     return IncompatibleError(
-        f"{what} wants {gib(wanted)} of GPU memory; {gpu.name} has {gib(gpu.free_bytes)} free of "
-        f"{gib(gpu.total_bytes)}.",
+        f"{what} wants {format_gib(wanted)} of GPU memory; {gpu.name} has {format_gib(gpu.free_bytes)} free of "
+        f"{format_gib(gpu.total_bytes)}.",
         MEMORY_HINT,
     )
 
 
-def gib(num_bytes: int) -> str:
+def format_gib(num_bytes: int) -> str:
     """Bytes for people: GiB, or MiB below one GiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

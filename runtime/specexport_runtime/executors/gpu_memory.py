@@ -15,7 +15,7 @@ ID_BYTES = 8
 """Of a token id, in and out of an engine."""
 
 
-def aligned(num_bytes: int) -> int:
+def align_up(num_bytes: int) -> int:
     """``num_bytes`` rounded up to ``ALIGNMENT``."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
@@ -30,11 +30,11 @@ class InputTensor(NamedTuple):
 
 
 def lay_out(inputs: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[tuple[InputTensor, ...], int]:
-    """Step inputs (name, shape, numpy dtype) one behind the other, and the bytes of all."""
+    """Step inputs (name, shape, numpy dtype) one after the other, and the bytes of all."""
     tensors, offset = [], 0
     for name, shape, dtype in inputs:
         tensors.append(InputTensor(name, shape, dtype, offset))
-        offset += aligned(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        offset += align_up(int(np.prod(shape)) * np.dtype(dtype).itemsize)
     return tuple(tensors), offset
 
 

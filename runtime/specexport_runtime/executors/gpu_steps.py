@@ -11,7 +11,7 @@ from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.base import EngineRequest, Int64Array, StepOutput, Want
 from specexport_runtime.executors.device_rows import RowSampler
-from specexport_runtime.executors.features import WithFeatures
+from specexport_runtime.executors.features import FeaturesMixin
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.gpu_memory import GpuFeatures, HostOutput
 from specexport_runtime.executors.logit_rows import LogitRows, NumpyRows
@@ -20,7 +20,7 @@ from specexport_runtime.executors.row_kernels import RowAsk
 _log = logging.getLogger(__name__)
 
 
-class Issued(NamedTuple):
+class IssuedStep(NamedTuple):
     """A step on the stream: what it is, and where its results lie on the device until the next one."""
 
     placed: Any  # of the executor
@@ -33,7 +33,7 @@ class Issued(NamedTuple):
     features: int = 0
 
 
-class GpuSteps(WithFeatures):
+class GpuSteps(FeaturesMixin):
     """An executor whose steps may wait for none before them, with what draws from their rows."""
 
     driver: GpuDriver
@@ -41,10 +41,10 @@ class GpuSteps(WithFeatures):
     _features: GpuFeatures
     _logits: HostOutput
 
-    def _begin(self, driver: GpuDriver, rows: RowSampler | None) -> None:
+    def _set_up_steps(self, driver: GpuDriver, rows: RowSampler | None) -> None:
         """Set up what steps need."""
         self.driver, self.rows, self.keeps_rows = driver, rows, rows is not None
-        self._chain: list[Issued] = []  # steps that were not collected
+        self._chain: list[IssuedStep] = []  # steps that were not collected
         self._asked: list[Sequence[RowAsk]] = []  # of these
 
     def reserve_rows(self, request: EngineRequest) -> None:
@@ -61,14 +61,14 @@ class GpuSteps(WithFeatures):
             _log.warning("tokens are drawn on the host: %s", error)
 
     @abstractmethod
-    def _issue(self, number: int | None, *, fed: bool) -> Issued:
+    def _enqueue_step(self, number: int | None, *, fed: bool) -> IssuedStep:
         """Put the prepared step on the stream, as the ``number``-th of a chain or alone; ``fed`` by the one before."""
 
-    def _done(self, steps: Sequence[Issued]) -> None:
+    def _on_steps_done(self, steps: Sequence[IssuedStep]) -> None:
         """Called when the results of steps are here, and nothing runs."""
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _time_engine(self) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self.engine_seconds += time.perf_counter() - start
@@ -76,8 +76,8 @@ class GpuSteps(WithFeatures):
     def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
         """Run the prepared step: logits or token ids."""
         self._end_chain()
-        with self._timed():
-            step = self._issue(None, fed=False)
+        with self._time_engine():
+            step = self._enqueue_step(None, fed=False)
             output = self._logits if with_logits else step.ids
             output.fetch(step.logits if with_logits else step.token_ids, step.rows)
             if self.rows is not None and asks:
@@ -85,7 +85,7 @@ class GpuSteps(WithFeatures):
             self._features.copy_out(step.shape, step.features)
             self.driver.synchronize()
         self._bound = self._features.bound(step.tokens, step.rows)
-        self._done([step])
+        self._on_steps_done([step])
         return output.array[: step.rows]
 
     def enqueue(self, *, fed: bool, asks: Sequence[RowAsk] = ()) -> None:
@@ -93,8 +93,8 @@ class GpuSteps(WithFeatures):
         if not fed:
             self._end_chain()
         number = len(self._chain)
-        with self._timed():
-            step = self._issue(number, fed=fed)
+        with self._time_engine():
+            step = self._enqueue_step(number, fed=fed)
             if self.rows is not None and asks:
                 self.rows.put(asks, step.logits, token_ids=step.token_ids, step=number)
             step.ids.fetch(step.token_ids, step.rows)
@@ -104,9 +104,9 @@ class GpuSteps(WithFeatures):
     def _collect(self) -> list[Int64Array]:
         """Wait for the steps of a chain: token ids [R] of each, as ``execute`` gives them."""
         chain, self._chain = self._chain, []
-        with self._timed():
+        with self._time_engine():
             self.driver.synchronize()
-        self._done(chain)
+        self._on_steps_done(chain)
         return [step.ids.array[: step.rows] for step in chain]
 
     def execute(self, want: Want = "logits") -> StepOutput:
@@ -114,7 +114,7 @@ class GpuSteps(WithFeatures):
         return self._execute(want == "logits")
 
     def execute_rows(self, asks: Sequence[RowAsk]) -> LogitRows:
-        """See ``Executor.execute_rows``; the kernels run behind the step, and it has one wait."""
+        """See ``Executor.execute_rows``; the kernels run after the step, and it has one wait."""
         if not (asks and self.keeps_rows) or self.rows is None or self.head is not None:
             return super().execute_rows(asks)
         return self.rows.collect(asks, self._execute(with_logits=False, asks=asks))

@@ -1,6 +1,6 @@
 """Rows of logits on a CPU, queried as those that stay on a GPU are: the library of operators draws from them.
 
-A row is queried when it is first asked for, so that one behind a refused token costs nothing.
+A row is queried when it is first asked for, so that one after a refused token costs nothing.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import numpy as np
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Executor
-from specexport_runtime.executors.device_rows import AS_FOUND, DeviceRow, Float32Array, Lane, RowSource
+from specexport_runtime.executors.device_rows import AS_FOUND, DeviceRow, Float32Array, RowSource, RowStepBuffers
 from specexport_runtime.executors.logit_rows import NO_TOKEN, LogitRow, LogitRows, NumpyRows
 from specexport_runtime.executors.row_cuts import RowCuts, library
 from specexport_runtime.executors.row_kernels import (
@@ -42,7 +42,7 @@ def open_host_rows(width: int, num_slots: int) -> "HostRows | None":
         return None
 
 
-class WithHostRows(Executor):
+class HostRowsMixin(Executor):
     """An executor whose logits lie in this process's memory; ``attach_library`` is called when it is made."""
 
     rows: "HostRows | None" = None  # None without the library
@@ -59,9 +59,9 @@ class WithHostRows(Executor):
             return super().execute_rows(asks)
         return self.rows.collect(asks, self.execute("logits"))
 
-    def name_rows(self, head: "CutHead | None") -> None:
-        """See ``Executor.name_rows``."""
-        super().name_rows(head)
+    def set_head(self, head: "CutHead | None") -> None:
+        """See ``Executor.set_head``."""
+        super().set_head(head)
         self._names_rows = self.rows is not None and self.rows.name(head)
 
 
@@ -74,7 +74,7 @@ class HostRows(RowSource):
         self.width, self.generation, self._num_slots = width, 0, num_slots
         _, _, self._find, self._residual = library()
         blocks = -(-width // BLOCK)
-        self._lane = Lane(0, 0, np.zeros((1, ASK)), np.zeros(FOUND + MAX_CUT))
+        self._lane = RowStepBuffers(0, 0, np.zeros((1, ASK)), np.zeros(FOUND + MAX_CUT))
         self._memory = [np.zeros(blocks, kind) for kind in (np.float32, np.float32, np.float64)]  # of the library
         self._scratch = [_address(each) for each in self._memory]
         self._query = RowQuery.from_buffer(self._lane.asks.data)
@@ -109,38 +109,40 @@ class HostRows(RowSource):
 
     def query(self, place: int, ask: RowAsk) -> DeviceRow:
         """What is asked of a row of the last step; a row with a slot is kept there."""
-        rule, lane, head = ask.rule, self._lane, self._head
+        rule, step_buffers, head = ask.rule, self._lane, self._head
         address = self._at_logits + place * self._pitch
         if ask.slot >= 0:
-            kept = self._keep(ask.slot)
+            kept = self._keep_row(ask.slot)
             ctypes.memmove(kept, address, self._pitch)
             address = kept
         if rule.fetch and not rule.temperature:
             return DeviceRow(self, place, ask, UNKNOWN, NO_TOKEN, address, self.generation)
-        if lane.rules != (rule,):
-            lane.set_rules((rule,))
+        if step_buffers.rules != (rule,):
+            step_buffers.set_rules((rule,))
         self._query.uniform, self._query.token = ask.uniform, ask.token
         self._find(address, self.width if head is None else len(head.ids), *self._found)
-        found = AS_FOUND(lane.found[:FOUND].tolist())
+        found = AS_FOUND(step_buffers.found[:FOUND].tolist())
         if head is not None and found.likeliest >= 0:
             found = found._replace(drawn=head.ids[int(found.drawn)], likeliest=head.ids[int(found.likeliest)])
-            ids = lane.found[FOUND:].view(np.int32)[: min(int(found.candidates), MAX_CUT)]
+            ids = step_buffers.found[FOUND:].view(np.int32)[: min(int(found.candidates), MAX_CUT)]
             ids[:] = head.ids[ids]
         if found.candidates > MAX_CUT:
             found = found._replace(candidates=_TOO_MANY)
         token, found = int(found.likeliest), found if rule.temperature else UNKNOWN
         made = DeviceRow(self, place, ask, found, token, address, self.generation)
         if rule.cuts and found.candidates <= MAX_CUT:
-            made.cuts = RowCuts(1, MAX_CUT, lane.host_asks, lane.host_found, lane.host_kept_masses, self._inline)
+            made.cuts = RowCuts(
+                1, MAX_CUT, step_buffers.host_asks, step_buffers.host_found, step_buffers.host_kept_masses, self._inline
+            )
             made.cut_at = 0
         return made
 
     def slot(self, slot: int) -> int:
         """Where a kept row lies, with all ids, until the next one is asked for."""
-        address = self._keep(slot)
+        address = self._keep_row(slot)
         return address if self._head is None else _address(self._widened(self._view(address, len(self._head.ids))))
 
-    def _keep(self, slot: int) -> int:
+    def _keep_row(self, slot: int) -> int:
         group, place = divmod(slot, self._num_slots)
         while group >= len(self._kept):
             self._kept.append(np.empty((self._num_slots, self.width), np.float32))

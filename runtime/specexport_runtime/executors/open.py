@@ -11,7 +11,7 @@ from specexport_runtime.bundle.opened import Bundle
 from specexport_runtime.bundle.tokenizer_load import start_loading
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
 from specexport_runtime.executors.base import EngineBackend, EngineRequest, Executor
-from specexport_runtime.machine import most_threads
+from specexport_runtime.machine import max_thread_count
 
 PLACES = {
     "ort-cpu": "specexport_runtime.executors.ort:BACKEND",
@@ -22,7 +22,7 @@ PLACES = {
 """Where each backend is defined, by its name in manifests."""
 
 
-def backend_of(name: str) -> EngineBackend | None:
+def find_engine_backend(name: str) -> EngineBackend | None:
     """What runs the engines of the backend ``name``; None if this runtime has nothing of that name."""
     if name not in PLACES:
         return None
@@ -31,19 +31,19 @@ def backend_of(name: str) -> EngineBackend | None:
     return backend
 
 
-def backends_with(trait: str) -> str:
+def list_engine_backends_with(trait: str) -> str:
     """Names of the backends that have a trait of :class:`EngineBackend`, for messages: ``"ort-cpu"``."""
-    return ", ".join(name for name in PLACES if getattr(backend_of(name), trait))
+    return ", ".join(name for name in PLACES if getattr(find_engine_backend(name), trait))
 
 
 def check_threads(count: int | None, name: str = "num_threads") -> None:
     """Refuse a number of compute threads that this machine cannot use (InvalidRequestError); None passes."""
-    most = most_threads()
+    most = max_thread_count()
     if count is not None and not 1 <= count <= most:
         raise InvalidRequestError(f"{name} is {count}.", f"give 1 to {most}, or leave it out.")
 
 
-def _takes_turns(bundle: Bundle) -> bool:
+def _has_large_draft(bundle: Bundle) -> bool:
     """Whether a bundle has a draft of a size that needs all cores, as the target does."""
     draft = bundle.manifest.models.get("draft")
     return draft is not None and draft.parameters.total >= SMALL_DRAFT_PARAMETERS
@@ -64,14 +64,14 @@ def open_executor(
     """Load the engine of one model of a bundle; IncompatibleError if it does not fit this machine."""
     check_threads(num_threads)
     entry, folder = bundle.manifest.models[role], bundle.folder
-    backend = backend_of(entry.backend)
+    backend = find_engine_backend(entry.backend)
     if backend is None:
         raise IncompatibleError(
             f"{folder}: the {role} was built for backend {entry.backend!r}, which this runtime cannot run.",
             f"build it with --backend {next(iter(PLACES))}, or upgrade specexport.",
         )
     if not unpad_kv and not backend.has_padded_kv:
-        usable = backends_with("has_padded_kv")
+        usable = list_engine_backends_with("has_padded_kv")
         raise IncompatibleError(
             f"{folder}: padded KV needs backend {usable}; the {role} was built for {entry.backend}.",
             f"leave unpad_kv on, or build it with --backend {usable}.",
@@ -90,7 +90,7 @@ def open_executor(
             lookahead=bundle.manifest.lookahead,
             num_threads=num_threads,
             spin=spin,
-            share_threads=share_threads and _takes_turns(bundle),
+            share_threads=share_threads and _has_large_draft(bundle),
             unpad_kv=unpad_kv,
             cuda_graphs=cuda_graphs,
             lender=target if target is not None and target.can_lend else None,

@@ -14,9 +14,9 @@ from specexport_runtime.errors import (
     IncompatibleError,
     MissingDependencyError,
     UserInputError,
-    pip_install,
+    make_install_hint,
 )
-from specexport_runtime.machine import lacks_memory, too_little_memory
+from specexport_runtime.machine import describe_memory_shortage, is_memory_error
 
 KERNELS_VARIABLE = "SPECEXPORT_CPU_KERNELS"
 """Names an instruction set, for tests."""
@@ -31,7 +31,7 @@ _REGISTERED = "specexport.operators"
 
 def register(options: Any) -> None:
     """Make our operators known to the ``SessionOptions`` of a session that is to be opened; again is nothing."""
-    _loaded()
+    _load_library()
     _check_onnxruntime()
     try:
         options.get_session_config_entry(_REGISTERED)
@@ -46,46 +46,48 @@ def kernels() -> str:
     MissingDependencyError without the library, IncompatibleError if it cannot be loaded or is older than its sources,
     UserInputError if ``SPECEXPORT_CPU_KERNELS`` names what this processor lacks.
     """
-    return _text(_loaded().specexport_kernels)
+    return _text(_load_library().specexport_kernels)
 
 
 def runnable_kernels() -> tuple[str, ...]:
     """All that this processor can run, slowest first. Raises as :func:`kernels`."""
-    return tuple(name for name, runs in _all_kernels(_loaded()) if runs)
+    return tuple(name for name, runs in _all_kernels(_load_library()) if runs)
 
 
 def function(name: str, types: list[Any]) -> Any:
     """One of the library's functions, of arguments of such types, that gives nothing. Raises as :func:`kernels`."""
-    found = getattr(_loaded(), name)
+    found = getattr(_load_library(), name)
     found.argtypes, found.restype = types, None
     return found
 
 
 def build() -> str:
     """Of which sources the library was compiled: another arithmetic takes another time. Raises as :func:`kernels`."""
-    return _text(_loaded().specexport_build)
+    return _text(_load_library().specexport_build)
 
 
 def check_sources() -> None:
     """Refuse an editable installation's library of other sources, whatever their dates (IncompatibleError)."""
     if _has_sources() and (built := build()) != _fingerprint():
-        raise IncompatibleError(f"{_LIBRARY} was compiled from other sources ({built}) than lie beside it.", _mend())
+        raise IncompatibleError(
+            f"{_LIBRARY} was compiled from other sources ({built}) than lie beside it.", _make_repair_hint()
+        )
 
 
 @functools.cache
-def _loaded() -> ctypes.CDLL:
+def _load_library() -> ctypes.CDLL:
     if not _LIBRARY.is_file():
-        raise MissingDependencyError(f"{_LIBRARY} is missing: it has the CPU's operators.", _mend())
+        raise MissingDependencyError(f"{_LIBRARY} is missing: it has the CPU's operators.", _make_repair_hint())
     try:
         library = ctypes.CDLL(native_path(_LIBRARY))
         built = _text(library.specexport_build)
     except (OSError, AttributeError) as error:
-        if lacks_memory(error):
-            needs = too_little_memory(_LIBRARY.stat().st_size)
+        if is_memory_error(error):
+            needs = describe_memory_shortage(_LIBRARY.stat().st_size)
             raise IncompatibleError(f"{_LIBRARY}: {needs}.", MORE_MEMORY) from error
-        raise IncompatibleError(f"{_LIBRARY} cannot be loaded ({error}).", _mend()) from error
+        raise IncompatibleError(f"{_LIBRARY} cannot be loaded ({error}).", _make_repair_hint()) from error
     if _has_sources() and _sources_are_newer() and built != _fingerprint():
-        raise IncompatibleError(f"{_LIBRARY} is older than its sources in {_SOURCES}.", _mend())
+        raise IncompatibleError(f"{_LIBRARY} is older than its sources in {_SOURCES}.", _make_repair_hint())
     wanted = os.environ.get(KERNELS_VARIABLE)
     if wanted and wanted != _text(library.specexport_kernels):
         names = _all_kernels(library)
@@ -103,7 +105,7 @@ def _check_onnxruntime() -> None:
         oldest = ".".join(map(str, OLDEST_ONNXRUNTIME))
         raise IncompatibleError(
             f"onnxruntime {onnxruntime.__version__} is older than {oldest}, and cannot run our operators.",
-            pip_install("cpu"),
+            make_install_hint("cpu"),
         )
 
 
@@ -137,7 +139,7 @@ def _fingerprint() -> str:
     return text
 
 
-def _mend() -> str:
+def _make_repair_hint() -> str:
     if _has_sources():
         return f"run `make install` in {_SOURCES.parents[1]}, or python {_SOURCES / 'build.py'}."
     return "install specexport again, with pip's --force-reinstall."

@@ -38,13 +38,13 @@ from specexport_runtime.executors.base import (
     StepOutput,
     Want,
 )
-from specexport_runtime.executors.features import BoundFeatures, WithFeatures
-from specexport_runtime.executors.host_rows import WithHostRows
+from specexport_runtime.executors.features import BoundFeatures, FeaturesMixin
+from specexport_runtime.executors.host_rows import HostRowsMixin
 from specexport_runtime.executors.logit_rows import argmax_ids
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK, ArenaRows
 from specexport_runtime.executors.ort_features import OrtFeatures
-from specexport_runtime.executors.ort_gates import GatedByInputs
-from specexport_runtime.executors.ort_session import OrtGraph, join_threads, open_graph
+from specexport_runtime.executors.ort_gates import InputGatesMixin
+from specexport_runtime.executors.ort_session import OrtGraph, open_graph, use_shared_threads
 from specexport_runtime.machine import available_cores
 
 __all__ = ["MAX_BINDINGS", "OrtExecutor", "available_cores"]
@@ -69,7 +69,7 @@ class _Binding(NamedTuple):
     features: BoundFeatures
 
 
-class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures, WithHostRows):
+class OrtExecutor(ArenaRows, InputGatesMixin, FeaturesMixin, HostRowsMixin):
     """Runs one engine with ONNX Runtime on the CPU.
 
     A binding is kept for each step shape and refilled, because binding everything anew costs more than a small model's
@@ -109,7 +109,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures, WithHostRows):
         self.num_gates = len(self.gate_kinds) if unpad_kv else 0  # a padded-KV graph never has gates
         self.open_gates(self._graph.session, path)
         self._features: OrtFeatures = OrtFeatures(self._graph.session, engine.feature_size if unpad_kv else 0, path)
-        self._tell_features(self._features)
+        self._set_feature_traits(self._features)
         self.num_adapters = len(entry.chosen_adapters)
         self.num_draft_heads = 0 if head is None else head.num_draft_heads
         self.reads_draft = head is not None and head.reads_draft
@@ -182,7 +182,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures, WithHostRows):
         caches = self._caches | self._lent | self._states
         return arrays | {name: cache[first : first + count].copy() for name, cache in caches.items()}
 
-    def cache_entries(self, row: int, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:
+    def read_cache_entries(self, row: int, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:
         """Copies of the entries ``[start, stop)`` of a row, [H, entries, D] for each cache by the name of its input."""
         return {name: cache[row, 0, :, start:stop].copy() for name, cache in self._caches.items()}
 
@@ -225,7 +225,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures, WithHostRows):
         for name, array in arrays.items():
             if name in graph.inputs:
                 io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        for name, out_name, rows in self._bound_rows(shape.first_row, shape.num_seqs):
+        for name, out_name, rows in self._bind_rows(shape.first_row, shape.num_seqs):
             io.bind_ortvalue_input(name, rows)
             if name not in self._lent:
                 io.bind_ortvalue_output(out_name, rows)
@@ -238,7 +238,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures, WithHostRows):
         self._bindings[shape, measured, featured] = binding
         return binding
 
-    def _bound_rows(self, first_row: int, num_seqs: int) -> list[tuple[str, str, Any]]:
+    def _bind_rows(self, first_row: int, num_seqs: int) -> list[tuple[str, str, Any]]:
         """(input name, output name, value) of each cache for rows ``[first_row, first_row + num_seqs)``, kept."""
         import onnxruntime
 
@@ -268,7 +268,7 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
     graph = entry.engine if request.unpad_kv else entry.engine.padded
     if graph is None:
         raise IncompatibleError(f"{request.folder}: the {request.role} has no padded-KV graph.", "build it again.")
-    shared = join_threads(num_threads, spin=spin, begin=request.share_threads)
+    shared = use_shared_threads(num_threads, spin=spin, begin=request.share_threads)
     if not shared and request.role in ("draft", "head"):
         small = entry.parameters.total < SMALL_DRAFT_PARAMETERS
         num_threads, spin = (1 if small else num_threads), spin and small

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from specexport_runtime.abi import LayerGeometry, StateGeometry, cache_shapes, state_shapes
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.base import MAX_BEHIND_WINDOW, Executor, Int64Array
-from specexport_runtime.machine import too_little_memory
+from specexport_runtime.machine import describe_memory_shortage
 
 CAN_GIVE_BACK = sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
 """Elsewhere the system may keep the pages, or bring their values back."""
@@ -47,7 +47,7 @@ class CacheMemory(NamedTuple):
             mapping.madvise(mmap.MADV_NOHUGEPAGE)
         return cls(mapping, np.frombuffer(mapping, dtype, math.prod(shape)).reshape(shape))
 
-    def give_back(self, row: int, first: int, stop: int) -> None:
+    def release_pages(self, row: int, first: int, stop: int) -> None:
         """Give pages back that have nothing but entries ``[first, stop)`` of a row; they are zeros again."""
         heads, capacity = self.array.shape[2:4]
         entry = self.array.strides[3]
@@ -100,7 +100,7 @@ class ArenaRows(Executor):
             size = sum(map(math.prod, shapes.values())) * item
             raise IncompatibleError(
                 f"a KV cache of {self.num_rows} {'row' if self.num_rows == 1 else 'rows'} of {self.kv_capacity} "
-                f"entries: {too_little_memory(size)}.",
+                f"entries: {describe_memory_shortage(size)}.",
                 "give a smaller --max-num-seqs or --max-model-len.",
             ) from None
         # Heads of one row, by bytes of an entry: layers are alike, so that there are one or two sizes.
@@ -109,16 +109,16 @@ class ArenaRows(Executor):
             for dim in dims:
                 self._heads[dim * item, self._windows[i] if self._windows else -1] += heads
 
-    def _first(self, name: str, floor: int) -> int:
-        """The first entry of a cache that may be read behind ``floor`` tokens."""
+    def _find_first_readable(self, name: str, floor: int) -> int:
+        """The first entry of a cache that may be read after ``floor`` tokens."""
         window = self._windows[int(name.rpartition(".")[2])] if self._windows else -1
         return max(0, floor - window + 1) if window > 0 else 0
 
     def recede(self, row: int, floor: int) -> None:
         """See ``Executor.recede``."""
         for name, memory in self._memory.items():
-            if first := self._first(name, floor):
-                memory.give_back(row, 0, first)
+            if first := self._find_first_readable(name, floor):
+                memory.release_pages(row, 0, first)
 
     def make_states(self, states: Sequence[StateGeometry], num_pending: int) -> None:
         """Make the states of recurrences, and what waits beside them."""
@@ -151,11 +151,11 @@ class ArenaRows(Executor):
             states += heads * (-(-count * size // _PAGE) * _PAGE)
         return states
 
-    def give_back(self, row: int, kept: int) -> None:
-        """See ``Executor.give_back``."""
+    def release_pages(self, row: int, kept: int) -> None:
+        """See ``Executor.release_pages``."""
         if self.gives_back:
             for memory in self._memory.values():
-                memory.give_back(row, kept, memory.array.shape[3])
+                memory.release_pages(row, kept, memory.array.shape[3])
             if not kept:
                 for memory in self._state_memory.values():
                     memory.give_back_row(row)
@@ -167,10 +167,10 @@ class ArenaRows(Executor):
     def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:
         """As :meth:`move_row`, which leaves the source as it is; of a row that has receded to ``floor``."""
         for name, memory in self._memory.items():
-            first = min(self._first(name, floor), kv_len)
+            first = min(self._find_first_readable(name, floor), kv_len)
             memory.array[destination, :, :, first:kv_len] = memory.array[source, :, :, first:kv_len]
             if first:
-                memory.give_back(destination, 0, first)
+                memory.release_pages(destination, 0, first)
         for state in self._states.values():
             state[destination] = state[source]
 
@@ -179,17 +179,19 @@ class ArenaRows(Executor):
         of_one, of_other = kv_lens
         for name, memory in self._memory.items():
             cache = memory.array
-            begin, start = (min(self._first(name, floor), n) for floor, n in zip(floors, kv_lens, strict=True))
+            begin, start = (
+                min(self._find_first_readable(name, floor), n) for floor, n in zip(floors, kv_lens, strict=True)
+            )
             aside = cache[one, :, :, begin:of_one]
             aside = aside.copy() if of_other else aside
             cache[one, :, :, start:of_other] = cache[other, :, :, start:of_other]
             cache[other, :, :, begin:of_one] = aside
             for row, first in ((one, start), (other, begin)):
                 if first:
-                    memory.give_back(row, 0, first)
+                    memory.release_pages(row, 0, first)
             if self.gives_back:
-                memory.give_back(one, of_other, cache.shape[3])
-                memory.give_back(other, of_one, cache.shape[3])
+                memory.release_pages(one, of_other, cache.shape[3])
+                memory.release_pages(other, of_one, cache.shape[3])
         for state in self._states.values():
             state[[one, other]] = state[[other, one]]
 

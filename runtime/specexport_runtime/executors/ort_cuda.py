@@ -41,27 +41,27 @@ from specexport_runtime.executors.base import (
 from specexport_runtime.executors.device_rows import open_sampler
 from specexport_runtime.executors.gpu import MEMORY_HINT, GpuDriver
 from specexport_runtime.executors.gpu_memory import ID_BYTES, GpuFeatures, HostOutput, lay_out
-from specexport_runtime.executors.gpu_steps import GpuSteps, Issued
-from specexport_runtime.executors.ort_cuda_graphs import SPLIT_BOUND, StepGraphs, say_graphs_are_off
+from specexport_runtime.executors.gpu_steps import GpuSteps, IssuedStep
+from specexport_runtime.executors.ort_cuda_graphs import SPLIT_BOUND, StepGraphs, log_graphs_off
 from specexport_runtime.executors.ort_cuda_memory import INPUTS, HostStep, StepLayout, StepMemory
 from specexport_runtime.executors.ort_cuda_session import (
     compute_capability,
     import_onnxruntime,
     is_out_of_memory,
     open_session,
-    reason_of,
+    summarize_error,
 )
 from specexport_runtime.executors.ort_features import feature_shapes
-from specexport_runtime.executors.ort_gates import GatedByInputs, is_gate
+from specexport_runtime.executors.ort_gates import InputGatesMixin, is_gate
 from specexport_runtime.executors.paged import (
     ATTENTION_METADATA,
     BLOCK_ENTRIES,
     BLOCK_TABLE,
+    is_faster_with_token_rows,
     paged_head_size,
-    pays,
-    spread,
+    spread_tokens,
+    to_token_rows,
     token_row_shapes,
-    token_rows,
 )
 from specexport_runtime.executors.warm_up import warm_up
 
@@ -86,7 +86,7 @@ class _DeviceStep(NamedTuple):
     similarity: Float32Array
 
 
-class _Prepared(NamedTuple):
+class _PreparedStep(NamedTuple):
     """A step as it was asked for."""
 
     shape: StepShape
@@ -94,7 +94,7 @@ class _Prepared(NamedTuple):
     buffers: StepBuffers
 
 
-class OrtCudaExecutor(GatedByInputs, GpuSteps):
+class OrtCudaExecutor(InputGatesMixin, GpuSteps):
     """Runs one engine with ONNX Runtime on an NVIDIA GPU, on a stream of its own.
 
     A step costs the host its inputs gathered in pinned memory, one copy to the device, one run, which waits for
@@ -136,8 +136,8 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
         self.driver = driver
         self._session: Any = None
         self._steps: OrderedDict[tuple[StepShape, bool], _DeviceStep] = OrderedDict()
-        self._buffers: OrderedDict[StepShape, _Prepared] = OrderedDict()
-        self._current: _Prepared | None = None
+        self._buffers: OrderedDict[StepShape, _PreparedStep] = OrderedDict()
+        self._current: _PreparedStep | None = None
         self._last: _DeviceStep | None = None
         self._hosts: list[HostStep] = []
         with ExitStack() as stack:
@@ -158,14 +158,14 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
                 "build it again with --dtype float16.",
             )
         # Steps of few tokens are handed to the engine as a row for each token.
-        self.splits_rows = pays(entry, capability, os.environ)
+        self.splits_rows = is_faster_with_token_rows(entry, capability, os.environ)
         self.gate_kinds = entry.engine.gates.kinds
         self.num_gates = len(self.gate_kinds)
         self.chains = not self.num_gates  # runs with gates wait
         self.open_gates(self._session, path, separate=True)
         size = entry.engine.feature_size
         self._features: GpuFeatures = GpuFeatures(feature_shapes(self._session), size, path, driver)
-        self._tell_features(self._features)
+        self._set_feature_traits(self._features)
         self.num_draft_heads = 0 if entry.draft_head is None else entry.draft_head.num_draft_heads
         self._paged = bool(entry.attention.layers)  # heads over one feature have no attention
         read = [TOKEN_FEATURES] if self.reads_features else []
@@ -187,7 +187,7 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
         self._logits = HostOutput(driver, (self.vocab_size,), "float32")
         for each in (self._memory, self._logits, self._features):
             stack.callback(each.close)
-        self._begin(driver, open_sampler(driver, self.vocab_size, num_rows))
+        self._set_up_steps(driver, open_sampler(driver, self.vocab_size, num_rows))
         if self.rows is not None:
             stack.callback(self.rows.close)
 
@@ -202,7 +202,7 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
                 raise
             enabled = False
             session = open_session(self._ort, path, _DEVICE_ID, self.driver.stream, enabled)
-            say_graphs_are_off(error)
+            log_graphs_off(error)
         return session, StepGraphs(self._ort, self.driver, enabled=enabled, optional=optional, waits=has_gates)
 
     def _check_contract(self, path: Path, entry: ModelEntry) -> None:
@@ -234,34 +234,34 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
             arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS}
             features = np.zeros((shape.num_tokens, self.feature_size), np.float32) if self.reads_features else None
             buffers = StepBuffers(**arrays, token_features=features)
-            prepared = self._buffers[shape] = _Prepared(shape, self._size_of(shape), buffers)
+            prepared = self._buffers[shape] = _PreparedStep(shape, self._size_of(shape), buffers)
         else:
             self._buffers.move_to_end(shape)
         self._current = prepared
         return prepared.buffers
 
-    def _issue(self, number: int | None, *, fed: bool) -> Issued:
+    def _enqueue_step(self, number: int | None, *, fed: bool) -> IssuedStep:
         if self._current is None:
             raise SpecexportError("execute() was called before prepare().")
         host, size = self._host_step(number or 0), self._current.size
         step = self._run(self._current, host, self._last if fed else None)
         features = step.at.get(self._features.output or "", 0)
         ids, rows = step.at[TOKEN_IDS.name], size.num_logit_rows
-        return Issued(step, size, rows, slice(size.num_tokens), host.ids, self.logits_address, ids, features)
+        return IssuedStep(step, size, rows, slice(size.num_tokens), host.ids, self.logits_address, ids, features)
 
-    def _done(self, steps: Sequence[Issued]) -> None:
+    def _on_steps_done(self, steps: Sequence[IssuedStep]) -> None:
         if steps:
             self._similarity = steps[-1].placed.similarity
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _time_engine(self) -> Iterator[None]:
         try:
-            with super()._timed():
+            with super()._time_engine():
                 yield
         except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
             if self._current is None or isinstance(error, IncompatibleError):  # a GPU without memory has said so
                 raise
-            raise self._failed(error) from error
+            raise self._make_step_error(error) from error
 
     def _host_step(self, i: int) -> HostStep:
         """Pinned memory of the i-th step of a chain."""
@@ -270,18 +270,18 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
             self._resources.callback(self._hosts[i].close)
         return self._hosts[i]
 
-    def _failed(self, error: Exception) -> Exception:
+    def _make_step_error(self, error: Exception) -> Exception:
         """What to raise for an error in the prepared step."""
         where = None if self._current is None else self._current.shape
         if is_out_of_memory(error):
-            return IncompatibleError(f"the GPU has no memory left in {where}: {reason_of(error)}.", MEMORY_HINT)
+            return IncompatibleError(f"the GPU has no memory left in {where}: {summarize_error(error)}.", MEMORY_HINT)
         return SpecexportError(f"ONNX Runtime failed on the GPU in {where}: {error}", "see `specexport doctor`.")
 
     def _size_of(self, shape: StepShape) -> StepShape:
         """The step's size as the engine sees it, whatever rows it is on."""
-        return (token_rows(shape) if self.splits_rows else None) or shape._replace(first_row=0)
+        return (to_token_rows(shape) if self.splits_rows else None) or shape._replace(first_row=0)
 
-    def _run(self, prepared: _Prepared, host: HostStep, before: _DeviceStep | None = None) -> _DeviceStep:
+    def _run(self, prepared: _PreparedStep, host: HostStep, before: _DeviceStep | None = None) -> _DeviceStep:
         """Put a step on the stream, fed with the ids of ``before``; one that cannot be recorded runs eagerly."""
         size = prepared.size
         step = self._device_step(size)
@@ -293,21 +293,21 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
         try:
             self._session.run_with_iobinding(step.binding, step.options[is_long])
         except Exception as error:  # as above
-            if not self._graphs.give_up(size, is_long, error):
+            if not self._graphs.disable_if_optional(size, is_long, error):
                 raise
             self._steps.clear()
             return self._run(prepared, host, before)
-        self._graphs.note(size, is_long)
+        self._graphs.record_run(size, is_long)
         self._last = step
         return step
 
-    def _fill(self, step: _DeviceStep, prepared: _Prepared, host: HostStep) -> bool:
+    def _fill(self, step: _DeviceStep, prepared: _PreparedStep, host: HostStep) -> bool:
         """Gather the prepared arrays in pinned memory; returns whether the step is one for which entries are split."""
         shape, size, buffers = prepared
         kv_lens, cu_new_tokens = buffers.kv_lens, buffers.cu_new_tokens
         blocks = self._row_blocks[shape.first_row : shape.first_row + shape.num_seqs]
         if size.max_new_tokens != shape.max_new_tokens:
-            rows, kv_lens, cu_new_tokens = spread(buffers)
+            rows, kv_lens, cu_new_tokens = spread_tokens(buffers)
             blocks = blocks[rows]
         by_row = {KV_LENS.name: kv_lens, CU_NEW_TOKENS.name: cu_new_tokens, BLOCK_TABLE.name: blocks}
         for name, array in host.arrays(size, step.layout).items():
@@ -336,7 +336,7 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
     copies_rows = True
 
     def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:  # noqa: ARG002
-        """See ``Executor.copy_row``. The blocks of a row lie one behind the other."""
+        """See ``Executor.copy_row``. The blocks of a row lie one after the other."""
         for cache in self._caches:
             num_bytes = int(np.prod(cache.shape[1:])) * np.dtype(cache.dtype).itemsize
             begin, end = (
@@ -402,7 +402,7 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
 
     def _make_room(self, layout: StepLayout) -> None:
         """Buffers that hold a step. Where one moves, steps are bound anew, but for those with a graph over it."""
-        if self._memory.lacks(layout.sizes):
+        if self._memory.needs_growth(layout.sizes):
             has_graphs = self._graphs.has_recorded
             for key in [old for old in self._steps if not (has_graphs and old[0] in self._graphs.sizes)]:
                 del self._steps[key]

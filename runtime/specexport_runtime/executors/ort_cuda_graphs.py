@@ -54,16 +54,16 @@ class StepGraphs:
                 each.add_run_config_entry("disable_synchronize_execution_providers", "1")
         return found[0], found[1]
 
-    def note(self, size: StepShape, is_long: bool) -> None:
+    def record_run(self, size: StepShape, is_long: bool) -> None:
         """A step has run."""
         if size in self.sizes:
             self._recorded.add((size, is_long))
 
-    def give_up(self, size: StepShape, is_long: bool, error: Exception) -> bool:
+    def disable_if_optional(self, size: StepShape, is_long: bool, error: Exception) -> bool:
         """Whether a step that failed can run without its graph, which was optional: then none is recorded any more."""
         if not self._optional or size not in self.sizes or (size, is_long) in self._recorded:
             return False
-        say_graphs_are_off(error)
+        log_graphs_off(error)
         with suppress(SpecexportError):  # else the stream goes on recording
             self._driver.free_graph(self._driver.end_capture())
         self.sizes.clear()
@@ -71,6 +71,6 @@ class StepGraphs:
         return True
 
 
-def say_graphs_are_off(error: Exception) -> None:
+def log_graphs_off(error: Exception) -> None:
     """The one line of the log."""
     _log.warning("CUDA graphs are off, steps run one kernel at a time: %s", " ".join(str(error).split()))

@@ -34,7 +34,7 @@ class StepMemory:
         self._sizes: dict[str, int] = {}
         self._left: list[int] = []  # what moved, where graphs have its address
 
-    def lacks(self, wanted: Mapping[str, int]) -> bool:
+    def needs_growth(self, wanted: Mapping[str, int]) -> bool:
         """Whether a buffer is smaller than ``wanted``, in bytes by name."""
         return any(num_bytes > self._sizes.get(name, 0) for name, num_bytes in wanted.items())
 
@@ -48,11 +48,11 @@ class StepMemory:
                 self._left.append(self.addresses.pop(name))
                 del self._sizes[name]
             if not keeps:
-                self._free_left()
+                self._free_outgrown()
             self.addresses[name] = self._driver.allocate(num_bytes, f"{self._where}: {name} of a step")
             self._sizes[name] = num_bytes
 
-    def _free_left(self) -> None:
+    def _free_outgrown(self) -> None:
         while self._left:
             self._driver.free(self._left.pop())
 
@@ -61,7 +61,7 @@ class StepMemory:
         self._left += self.addresses.values()
         self.addresses.clear()
         self._sizes.clear()
-        self._free_left()
+        self._free_outgrown()
 
 
 class HostStep:

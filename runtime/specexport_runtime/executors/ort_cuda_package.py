@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from specexport_runtime.errors import CheckFailedError, pip_install
+from specexport_runtime.errors import CheckFailedError, make_install_hint
 
 CUDA = "CUDAExecutionProvider"
 CODE = {"1.31.1": (75, 80, 86, 89, 90, 120)}
@@ -18,12 +18,12 @@ _STEP = bytes.fromhex(
 """An ONNX graph over [8, 8] float16: ``y = x @ x + x``. A machine that only runs bundles has no ``onnx`` to make it."""
 
 
-def reinstall(extra: str = "cuda") -> str:
+def make_reinstall_hint(extra: str = "cuda") -> str:
     """A hint: `onnxruntime` and `onnxruntime-gpu` share their files, so both go before one comes."""
-    return f"pip uninstall -y onnxruntime onnxruntime-gpu, then {pip_install(extra)}"
+    return f"pip uninstall -y onnxruntime onnxruntime-gpu, then {make_install_hint(extra)}"
 
 
-def both_installed() -> bool:
+def are_both_installed() -> bool:
     """Whether both packages are: the one that was installed last has overwritten the other's files."""
     try:
         return bool(version("onnxruntime") and version("onnxruntime-gpu"))
@@ -31,7 +31,7 @@ def both_installed() -> bool:
         return False
 
 
-def lacks_code(installed: str, capability: int) -> str | None:
+def explain_missing_code(installed: str, capability: int) -> str | None:
     """Why a version of the package cannot run on a GPU (90 for 9.0; 0: not known); None if it can, or nobody knows."""
     code = CODE.get(installed, ())
     # Code for 8.0 runs on 8.7, but not on 9.0.

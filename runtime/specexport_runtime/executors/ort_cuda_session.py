@@ -15,18 +15,18 @@ from specexport_runtime.errors import (
     IncompatibleError,
     MissingDependencyError,
     SpecexportError,
-    pip_install,
+    make_install_hint,
 )
-from specexport_runtime.executors.external_data import session_model
+from specexport_runtime.executors.external_data import read_session_model
 from specexport_runtime.executors.gpu import OLDEST_DRIVER
-from specexport_runtime.executors.ort_cuda_package import CUDA, lacks_code, reinstall
+from specexport_runtime.executors.ort_cuda_package import CUDA, explain_missing_code, make_reinstall_hint
 from specexport_runtime.executors.ort_session import sessions
 
 _WARNING, _FATAL = 2, 4  # severities of onnxruntime's log; it begins with the first
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
-def reason_of(error: Exception) -> str:
+def summarize_error(error: Exception) -> str:
     """What an error of onnxruntime says, on one line and without the place in its source."""
     text = " ".join(str(error).split())
     failure = re.search(r"CUDA failure \d+: [^;]*", text)
@@ -38,12 +38,12 @@ def import_onnxruntime(device_id: int) -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise MissingDependencyError("onnxruntime-gpu is not installed.", pip_install("cuda")) from error
+        raise MissingDependencyError("onnxruntime-gpu is not installed.", make_install_hint("cuda")) from error
     if CUDA not in onnxruntime.get_available_providers():
         raise MissingDependencyError(
             f"the installed onnxruntime {onnxruntime.__version__} is the CPU package; `onnxruntime` and "
             "`onnxruntime-gpu` provide the same module, and the last one installed stays.",
-            reinstall(),
+            make_reinstall_hint(),
         )
     with contextlib.redirect_stdout(io.StringIO()):
         onnxruntime.preload_dlls()  # the CUDA libraries of the nvidia packages; it prints what it does not find
@@ -51,15 +51,15 @@ def import_onnxruntime(device_id: int) -> Any:
     try:
         onnxruntime.OrtValue.ortvalue_from_shape_and_type([1], np.uint8, "cuda", device_id)
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
-        raise _no_gpu(device_id, _missing_library(onnxruntime) or reason_of(error)) from error
+        raise _make_no_gpu_error(device_id, _find_load_error(onnxruntime) or summarize_error(error)) from error
     finally:
         onnxruntime.set_default_logger_severity(_WARNING)
-    if reason := lacks_code(onnxruntime.__version__, compute_capability(device_id)):
+    if reason := explain_missing_code(onnxruntime.__version__, compute_capability(device_id)):
         raise IncompatibleError(f"{reason}.", "build the bundle with --backend tensorrt, or take another GPU.")
     return onnxruntime
 
 
-def _missing_library(onnxruntime: Any) -> str | None:
+def _find_load_error(onnxruntime: Any) -> str | None:
     """What the loader says of the CUDA provider, such as ``libcuda.so.1`` without a driver; None if it loads."""
     folder = Path(onnxruntime.__file__).parent / "capi"
     libraries = [folder / f"libonnxruntime_providers_{name}.so" for name in ("shared", "cuda")]
@@ -71,7 +71,7 @@ def _missing_library(onnxruntime: Any) -> str | None:
     return None
 
 
-def _no_gpu(device_id: int, reason: str) -> IncompatibleError:
+def _make_no_gpu_error(device_id: int, reason: str) -> IncompatibleError:
     """The error where not even a byte can be had on a GPU."""
     if "out of memory" in reason:
         return IncompatibleError(f"GPU {device_id} has no memory left: {reason}.", "end other programs on the GPU.")
@@ -108,10 +108,10 @@ def open_session(ort: Any, path: Path, device_id: int, stream: int, cuda_graphs:
     provider["user_compute_stream"] = str(stream)
     provider["arena_extend_strategy"] = "kSameAsRequested"  # by default weights may take twice their memory
     try:
-        model = session_model(path, options)
+        model = read_session_model(path, options)
         session = ort.InferenceSession(model, options, providers=[(CUDA, provider), "CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
-        raise _cannot_load(path, error) from error
+        raise _make_session_error(path, error) from error
     sessions.add(session)
     if CUDA not in session.get_providers():
         raise IncompatibleError(f"{path}: ONNX Runtime fell back to the CPU.", "`specexport doctor` says why.")
@@ -123,9 +123,9 @@ def is_out_of_memory(error: Exception) -> bool:
     return re.search("out of memory|failed to allocate memory", f"{error}", re.IGNORECASE) is not None
 
 
-def _cannot_load(path: Path, error: Exception) -> SpecexportError:
+def _make_session_error(path: Path, error: Exception) -> SpecexportError:
     """The error for an engine that gave no session: the GPU's fault, or the file's."""
-    reason = reason_of(error)
+    reason = summarize_error(error)
     if is_out_of_memory(error):
         return IncompatibleError(
             f"{path}: the weights do not fit into the GPU's free memory: {reason}.",

@@ -19,7 +19,7 @@ def is_gate(name: str) -> bool:
     return name in (LAYER_MASK.name, WANT_SIMILARITY.name) or name.startswith(LAYER_ON.name.format(i=""))
 
 
-class GatedByInputs(Executor):
+class InputGatesMixin(Executor):
     """An executor whose engine has inputs for its gates, bound by pointer: any layers may be switched off.
 
     Setting them costs nothing, and no binding has to change. They are in host memory on a GPU too: ONNX Runtime decides

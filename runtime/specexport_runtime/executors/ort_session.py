@@ -22,11 +22,11 @@ from specexport_runtime.errors import (
     IncompatibleError,
     InvalidRequestError,
     MissingDependencyError,
-    pip_install,
+    make_install_hint,
 )
-from specexport_runtime.executors.external_data import session_model
+from specexport_runtime.executors.external_data import read_session_model
 from specexport_runtime.executors.operators import register
-from specexport_runtime.machine import available_cores, lacks_memory, too_little_memory
+from specexport_runtime.machine import available_cores, describe_memory_shortage, is_memory_error
 
 _lock = threading.Lock()
 _shared: list[int] = []
@@ -38,7 +38,7 @@ def _after_fork() -> None:
     """A child must free no pool of threads: glibc waits for those that sleep, and they stayed in the parent."""
     for session in sessions:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
-    if _shared and hasattr(libc := ctypes.CDLL(None), "on_exit"):  # behind these two: the last comes first
+    if _shared and hasattr(libc := ctypes.CDLL(None), "on_exit"):  # after these two: the last comes first
         libc.on_exit(libc._exit, None)
         libc.__cxa_atexit(libc.fflush, None, None)
 
@@ -47,7 +47,7 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def join_threads(num_threads: int | None, *, spin: bool, begin: bool) -> bool:
+def use_shared_threads(num_threads: int | None, *, spin: bool, begin: bool) -> bool:
     """Whether a new engine's sessions take the threads that this process shares, as for ``num_threads`` None."""
     import onnxruntime
 
@@ -82,16 +82,16 @@ def open_session(path: Path, num_threads: int, spin: bool) -> Any:
         import onnxruntime
     except ImportError as error:
         raise MissingDependencyError(
-            "onnxruntime is not installed, and this bundle's engines run on it.", pip_install("cpu")
+            "onnxruntime is not installed, and this bundle's engines run on it.", make_install_hint("cpu")
         ) from error
     options = _options(num_threads, spin)
     try:
-        model = session_model(path, options)
+        model = read_session_model(path, options)
         session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
-        if lacks_memory(error):
+        if is_memory_error(error):
             needs = sum(file.stat().st_size for file in (path, *path.parent.glob(WEIGHTS)))
-            raise IncompatibleError(f"{path}: {too_little_memory(needs)}.", MORE_MEMORY) from error
+            raise IncompatibleError(f"{path}: {describe_memory_shortage(needs)}.", MORE_MEMORY) from error
         raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
     sessions.add(session)
     return session

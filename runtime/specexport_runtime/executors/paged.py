@@ -1,11 +1,11 @@
 """What a graph on ``com.microsoft.PagedAttention`` takes: cache blocks, two step inputs, and a row for each token.
 
 ONNX Runtime splits the entries of rows of one new token over a GPU, and rows of several go through one pass that does
-not. So a verify step of T tokens becomes T rows over the same blocks: the token behind j others of its row sees j more
+not. So a verify step of T tokens becomes T rows over the same blocks: the token after j others of its row sees j more
 entries. The operator writes all new entries before it reads any, and attention is causal: the results are the same.
 
 It pays where cuDNN computes rows of one token. Measured on an H200, one layer with 32 query and 8 KV heads of 128,
-behind 256, 2,048 and 8,192 entries: one token takes 13, 14 and 20 us, several in one pass 15, 34 and 95, and each row
+after 256, 2,048 and 8,192 entries: one token takes 13, 14 and 20 us, several in one pass 15, 34 and 95, and each row
 more than one 0.2, 1.7 and 4.7. So the pass is passed by at 12 tokens.
 
 Source: the operator's schema in onnxruntime 1.31 and its backend selection (docs/contrib_ops/cuda/paged_attention.md).
@@ -55,7 +55,7 @@ def paged_head_size(layer: LayerGeometry) -> int:
     return -(-max(layer.k_dim, layer.v_dim) // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
 
 
-def pays(entry: ModelEntry, capability: int, environment: Mapping[str, str]) -> bool:
+def is_faster_with_token_rows(entry: ModelEntry, capability: int, environment: Mapping[str, str]) -> bool:
     """Whether steps of few tokens are faster with a row for each: cuDNN computes them, and only attention reads rows.
 
     ONNX Runtime takes cuDNN from ``capability`` 90 (9.0) on, unless its switch in ``environment`` turns cuDNN off.
@@ -68,7 +68,7 @@ def pays(entry: ModelEntry, capability: int, environment: Mapping[str, str]) -> 
     return takes_cudnn and bool(entry.attention.layers) and not sees_rows and not has_windows
 
 
-def token_rows(shape: StepShape) -> StepShape | None:
+def to_token_rows(shape: StepShape) -> StepShape | None:
     """Sizes of a step with a row for each token; None for one that stays as it is."""
     if shape.max_new_tokens == 1 or shape.num_tokens > MAX_TOKEN_ROWS:
         return None
@@ -76,12 +76,12 @@ def token_rows(shape: StepShape) -> StepShape | None:
 
 
 def token_row_shapes() -> list[StepShape]:
-    """All that :func:`token_rows` makes of steps."""
+    """All that :func:`to_token_rows` makes of steps."""
     counts = range(2, MAX_TOKEN_ROWS + 1)
     return [StepShape(0, count, count, 1, wanted) for count in counts for wanted in range(1, count + 1)]
 
 
-def spread(buffers: StepBuffers) -> tuple[Int64Array, Int32Array, Int32Array]:
+def spread_tokens(buffers: StepBuffers) -> tuple[Int64Array, Int32Array, Int32Array]:
     """Of a step with a row a token: step rows int64 [T], ``kv_lens`` int32 [T, 1], ``cu_new_tokens`` int32 [T+1]."""
     counts = np.diff(buffers.cu_new_tokens)
     rows = np.repeat(np.arange(len(counts)), counts)

@@ -47,7 +47,7 @@ class RowAsk(NamedTuple):
     slot: int = -1  # the row is kept there for later steps; -1: it is not
 
 
-def whole_row(width: int) -> RowAsk:
+def ask_whole_row(width: int) -> RowAsk:
     """The first ``width`` logits come to the host with the step."""
     return RowAsk(RowRule(width=width, fetch=True))
 

@@ -22,7 +22,7 @@ from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Arr
 from specexport_runtime.executors.device_rows import open_sampler
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.gpu_memory import ID_BYTES, HostBlock, HostOutput
-from specexport_runtime.executors.gpu_steps import GpuSteps, Issued
+from specexport_runtime.executors.gpu_steps import GpuSteps, IssuedStep
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
 from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts
@@ -96,11 +96,11 @@ class TrtExecutor(GpuSteps):
         ranged = [profile.num_tokens for _, profile in sizes.profiles if not profile.is_fixed]
         self.max_num_tokens = max(ranged or [profile.num_tokens for _, profile in sizes.profiles])
         self.graphs = self._parts.graphs
-        self._begin(driver, open_sampler(driver, self.vocab_size, num_rows))
+        self._set_up_steps(driver, open_sampler(driver, self.vocab_size, num_rows))
         engine, head = entry.engine, entry.draft_head
         self._sizes, self._names = sizes, engine.inputs
         self._features, self._logits = self._parts.features, self._parts.logits
-        self._tell_features(self._features)
+        self._set_feature_traits(self._features)
         self.num_draft_heads = 0 if head is None else head.num_draft_heads
         self._sees_ahead = head is not None and head.block_size is not None
         self._packed, self._dtype = engine.lowering == "plugin", entry.dtype
@@ -111,7 +111,7 @@ class TrtExecutor(GpuSteps):
         self._hosts: list[tuple[HostBlock, HostOutput]] = []  # of the steps of a chain
 
     @property
-    def _read_size(self) -> int:
+    def _input_feature_size(self) -> int:
         """E of a draft head, whose steps bring features; 0 for all others."""
         return self.feature_size if self.reads_features else 0
 
@@ -132,12 +132,12 @@ class TrtExecutor(GpuSteps):
             self._steps.move_to_end(shape)
         self._current = step
         if step.buffers is None:
-            step.buffers = make_buffers(shape, self._read_size)
+            step.buffers = make_buffers(shape, self._input_feature_size)
         return step.buffers
 
     chains = True
 
-    def _issue(self, number: int | None, *, fed: bool) -> Issued:
+    def _enqueue_step(self, number: int | None, *, fed: bool) -> IssuedStep:
         step, parts = self._current, self._parts
         if step is None or step.buffers is None:
             raise SpecexportError("execute() was called before prepare().")
@@ -148,9 +148,9 @@ class TrtExecutor(GpuSteps):
         self._gather(step, plan, step.buffers, block)
         self._run(step, block, plan if fed else None)
         rows, at = len(step.buffers.logit_rows), parts.at
-        return Issued(step, step.window.shape, rows, plan.tokens, ids, at.logits, at.token_ids, at.features)
+        return IssuedStep(step, step.window.shape, rows, plan.tokens, ids, at.logits, at.token_ids, at.features)
 
-    def _done(self, steps: Sequence[Issued]) -> None:
+    def _on_steps_done(self, steps: Sequence[IssuedStep]) -> None:
         """Record steps that ran for the first time."""
         for step in steps:
             if self.graphs.enabled and step.placed.window.fill != "ranged":
@@ -175,7 +175,7 @@ class TrtExecutor(GpuSteps):
         """The step of each fixed profile on the first rows, for :meth:`capture`."""
         return [profile.largest for _, profile in self._sizes.profiles if profile.is_fixed]
 
-    def cache_entries(self, row: int, start: int, stop: int) -> dict[str, Float32Array]:
+    def read_cache_entries(self, row: int, start: int, stop: int) -> dict[str, Float32Array]:
         """Entries ``[start, stop)`` of a row, float32 [H, entries, D] for each cache by the name of its input."""
         return self._parts.kv.read_entries(row, start, stop, self._dtype)
 
@@ -186,7 +186,7 @@ class TrtExecutor(GpuSteps):
     copies_rows = True
 
     def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:  # noqa: ARG002
-        """See ``Executor.copy_row``; dummies of later steps go behind what is there."""
+        """See ``Executor.copy_row``; dummies of later steps go after what is there."""
         self._parts.kv.copy_row(source, destination, kv_len)
         self._ends[destination] = kv_len
 
@@ -224,7 +224,7 @@ class TrtExecutor(GpuSteps):
         chosen = choose_profile([profile for _, profile in self._sizes.profiles], shape)
         number, profile = self._sizes.profiles[chosen]
         window = place_step(shape, profile, self._sizes.arena_rows, packed=self._packed)
-        return PlacedStep(number, window, self._parts.blocks[number], self._names, self._ends, self._read_size)
+        return PlacedStep(number, window, self._parts.blocks[number], self._names, self._ends, self._input_feature_size)
 
     def _plan(self, step: PlacedStep, buffers: StepBuffers) -> PackPlan:
         key = buffers.cu_new_tokens.tobytes() + buffers.logit_rows.tobytes()
@@ -270,6 +270,6 @@ class TrtExecutor(GpuSteps):
         """Run a fixed profile with no sequence in it: engines set themselves up in their first run."""
         nothing = plan_step(step.window, [], np.empty(0, np.int64), self._names)
         step.block.plan = None
-        self._gather(step, nothing, make_buffers(_NO_TOKENS, self._read_size), step.block)
+        self._gather(step, nothing, make_buffers(_NO_TOKENS, self._input_feature_size), step.block)
         self._run(step, step.block)
         self._parts.driver.synchronize()

@@ -23,7 +23,7 @@ from specexport_runtime.errors import (
     IncompatibleError,
     MissingDependencyError,
     SpecexportError,
-    pip_install,
+    make_install_hint,
 )
 from specexport_runtime.executors.gpu import MEMORY_HINT, OLDEST_DRIVER
 from specexport_runtime.user_cache import cache_folder, is_private, replace_file
@@ -64,7 +64,7 @@ class RtxKernels:
             # TensorRT refuses the cache of another driver or GPU; it is written anew then.
             self._loaded = len(kernels) if kernels and self._cache.deserialize(kernels) else 0
             if not self._loaded:
-                self._say_it_compiles()
+                self._log_first_compile()
         config.set_runtime_cache(self._cache)
 
     def save(self) -> None:
@@ -79,7 +79,7 @@ class RtxKernels:
         with suppress(OSError):
             replace_file(folder / self._name, lambda file: file.write(kernels))
 
-    def _say_it_compiles(self) -> None:
+    def _log_first_compile(self) -> None:
         """The one line of the first load, which is silent for minutes."""
         folder = cache_folder(KIND)
         kept = "without a cache folder each load does" if folder is None else f"later loads take them from {folder}"
@@ -98,7 +98,7 @@ class RtxKernels:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _disable_gc() -> Iterator[None]:
     """Make or release objects of TensorRT with no other being released meanwhile.
 
     TensorRT holds an inner lock while it does either, and logs under it. Our logger is Python: a garbage collection
@@ -164,7 +164,7 @@ def load_engine(path: Path, file: EngineFile, gpu_name: str) -> TrtEngine:
     messages: list[str] = []
     logger = _make_logger(trt, messages)
     data = path.read_bytes()
-    with _undisturbed():
+    with _disable_gc():
         runtime = trt.Runtime(logger)
         if messages:  # without a usable driver it is a null pointer: to call or to release it ends the process
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))
@@ -173,7 +173,7 @@ def load_engine(path: Path, file: EngineFile, gpu_name: str) -> TrtEngine:
             del runtime  # or the error's traceback would keep it, to be released at any time
     if engine is None:
         what = f"{path}: {file.builder} {trt.__version__} cannot load this engine of {len(data)} bytes"
-        raise _refusal(what, messages, rebuild(file))
+        raise _make_load_error(what, messages, make_rebuild_hint(file))
     return LoadedEngine(
         trt, runtime, engine, logger, messages, RtxKernels(path, file, gpu_name) if file.builder == RTX else None
     )
@@ -189,12 +189,12 @@ def _import_package(file: EngineFile) -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             f"{file.builder} is not installed, and {file.path} runs on it.",
-            pip_install(file.builder),
+            make_install_hint(file.builder),
         ) from error
     if trt.__version__ != file.builder_version:
         raise IncompatibleError(
             f"{file.path}: built by {file.builder} {file.builder_version}, but {trt.__version__} is installed.",
-            f"install that version, or {rebuild(file)}",
+            f"install that version, or {make_rebuild_hint(file)}",
         )
     return trt
 
@@ -214,31 +214,33 @@ def _make_logger(trt: Any, messages: list[str]) -> Any:
     return Log()
 
 
-def rebuild(file: EngineFile) -> str:
+def make_rebuild_hint(file: EngineFile) -> str:
     """A hint: the command that builds an engine file anew, for the same GPU."""
     return f"build it again here with `specexport build --backend {file.builder} --sm {file.sm.removeprefix('sm')}`."
 
 
-def _refusal(what: str, messages: list[str], hint: str) -> SpecexportError:
+def _make_load_error(what: str, messages: list[str], hint: str) -> SpecexportError:
     """The error for an engine that could not be loaded: the machine's fault, or the file's, which ``hint`` mends."""
     if any("out of memory" in message.lower() for message in messages):
-        return IncompatibleError(f"{what}: {_why(messages)}", MEMORY_HINT)
-    if "cuda runtime" in _why(messages).lower() or "CUDA initialization" in _why(messages):
+        return IncompatibleError(f"{what}: {_find_first_message(messages)}", MEMORY_HINT)
+    if "cuda runtime" in _find_first_message(messages).lower() or "CUDA initialization" in _find_first_message(
+        messages
+    ):
         return IncompatibleError(
-            f"{what}: {_why(messages)}",
+            f"{what}: {_find_first_message(messages)}",
             f"check the NVIDIA driver with `nvidia-smi`: {OLDEST_DRIVER} or newer is needed.",
         )
-    return BundleError(f"{what}: {_why(messages)}", hint)
+    return BundleError(f"{what}: {_find_first_message(messages)}", hint)
 
 
-def _failed(what: str, messages: list[str]) -> SpecexportError:
+def _make_call_error(what: str, messages: list[str]) -> SpecexportError:
     """The error for a call that a loaded engine refused; lack of memory has its remedy."""
     if any("out of memory" in message.lower() for message in messages):
-        return IncompatibleError(f"{what}: {_why(messages)}", MEMORY_HINT)
-    return SpecexportError(f"{what}: {_why(messages)}")
+        return IncompatibleError(f"{what}: {_find_first_message(messages)}", MEMORY_HINT)
+    return SpecexportError(f"{what}: {_find_first_message(messages)}")
 
 
-def _why(messages: list[str]) -> str:
+def _find_first_message(messages: list[str]) -> str:
     """The first thing that TensorRT complained of; what follows are consequences."""
     return messages[0].strip() if messages else "it gave no reason."
 
@@ -266,7 +268,7 @@ class LoadedEngine:
     def make_context(self, profile: int, activations: int, stream: int, *, is_fixed: bool) -> "LoadedContext":
         """See ``TrtEngine.make_context``."""
         ours = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        with _undisturbed():
+        with _disable_gc():
             if self._kernels is None:
                 context = self._engine.create_execution_context(ours)
             else:
@@ -275,7 +277,7 @@ class LoadedEngine:
                 self._kernels.configure(self._trt, config, is_fixed=is_fixed)
                 context = self._engine.create_execution_context(config)
         if context is None:
-            raise _failed("TensorRT cannot make a context", self._messages)
+            raise _make_call_error("TensorRT cannot make a context", self._messages)
         context.set_device_memory(activations, self.activation_bytes)
         made = LoadedContext(context, self._messages)
         made.require(context.set_optimization_profile_async(profile, stream), f"set profile {profile}")
@@ -285,7 +287,7 @@ class LoadedEngine:
         """See ``TrtEngine.close``; keeps the kernels that RTX compiled."""
         if self._kernels is not None:
             self._kernels.save()
-        with _undisturbed():
+        with _disable_gc():
             self._kernels = self._engine = self._runtime = None
 
 
@@ -298,7 +300,7 @@ class LoadedContext:
     def require(self, success: bool, what: str) -> None:
         """Turn TensorRT's False into an error with what it logged."""
         if not success:
-            raise _failed(f"TensorRT could not {what}", self._messages)
+            raise _make_call_error(f"TensorRT could not {what}", self._messages)
 
     def set_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """See ``EngineContext.set_shape``."""
@@ -319,6 +321,6 @@ class LoadedContext:
         return True if ask is None else bool(ask(stream))
 
 
-def odd_tensors(engine: TrtEngine, wanted: Iterable[str]) -> list[str]:
+def list_mismatched_tensors(engine: TrtEngine, wanted: Iterable[str]) -> list[str]:
     """Names that the engine has and the manifest does not, or the other way round, sorted."""
     return sorted({tensor.name for tensor in engine.tensors} ^ set(wanted))

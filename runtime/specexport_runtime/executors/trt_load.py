@@ -15,17 +15,17 @@ from specexport_runtime.executors.trt_engine import (
     EngineContext,
     EngineTensor,
     TrtEngine,
+    list_mismatched_tensors,
     load_engine,
-    odd_tensors,
-    rebuild,
+    make_rebuild_hint,
 )
 from specexport_runtime.executors.trt_graphs import GraphPool
 from specexport_runtime.executors.trt_memory import (
     CacheTensor,
     KvMemory,
     MemoryPlan,
-    aside_bytes,
-    feature_rows,
+    compute_swap_bytes,
+    count_feature_rows,
     lay_out_caches,
     lay_out_inputs,
 )
@@ -58,7 +58,7 @@ class ContextPool:
         """The context of ``profile``, bound for a step of ``shape`` on the rows from its ``first_row`` on."""
         context = self._contexts.get(profile)
         if context is None:
-            context = self._make(profile, is_fixed=is_fixed)
+            context = self._make_context(profile, is_fixed=is_fixed)
         before = self._bound.get(profile)
         if before == shape:
             return context
@@ -76,13 +76,13 @@ class ContextPool:
         self._bound[profile] = shape
         return context
 
-    def _make(self, profile: int, *, is_fixed: bool) -> EngineContext:
+    def _make_context(self, profile: int, *, is_fixed: bool) -> EngineContext:
         context = self._engine.make_context(profile, self._at.activations, self._driver.stream, is_fixed=is_fixed)
         context.set_address(LOGITS.name, self._at.logits)
         context.set_address(TOKEN_IDS.name, self._at.token_ids)
-        for tensor in query_tensors(self._engine):
+        for tensor in find_query_tensors(self._engine):
             context.set_address(tensor.name, self._at.queries)
-        for name in feature_outputs(self._engine):
+        for name in find_feature_outputs(self._engine):
             context.set_address(name, self._at.features)
         self._contexts[profile] = context
         return context
@@ -93,13 +93,13 @@ class ContextPool:
         self._bound.clear()
 
 
-def query_tensors(engine: TrtEngine) -> list[EngineTensor]:
+def find_query_tensors(engine: TrtEngine) -> list[EngineTensor]:
     """The queries that an engine gives out, [B, Hq*F, W/F, D] each."""
     prefix = QUERY.name.format(i="")
     return [tensor for tensor in engine.tensors if tensor.name.startswith(prefix) and not tensor.is_input]
 
 
-def feature_outputs(engine: TrtEngine) -> list[str]:
+def find_feature_outputs(engine: TrtEngine) -> list[str]:
     """The output that has features, if there is one."""
     names = (FEATURES.name, NEXT_FEATURES.name)
     return [tensor.name for tensor in engine.tensors if tensor.name in names and not tensor.is_input]
@@ -109,16 +109,16 @@ def check_tensors(
     engine: TrtEngine, what: str, inputs: Sequence[str], caches: Sequence[CacheTensor], hint: str
 ) -> None:
     """Refuse an engine whose names of tensors or sizes of caches are not the manifest's (IncompatibleError)."""
-    names = [*inputs, LOGITS.name, TOKEN_IDS.name, *(tensor.name for tensor in query_tensors(engine))]
-    names += feature_outputs(engine)  # whose sizes are compared by EngineFeatures
+    names = [*inputs, LOGITS.name, TOKEN_IDS.name, *(tensor.name for tensor in find_query_tensors(engine))]
+    names += find_feature_outputs(engine)  # whose sizes are compared by EngineFeatures
     for cache in caches:
         names += [cache.name, cache.out_name]
-    odd = odd_tensors(engine, names)
+    odd = list_mismatched_tensors(engine, names)
     if odd:
         raise IncompatibleError(f"{what}: tensors differ from the manifest's: {', '.join(odd)}.", hint)
     shapes = {tensor.name: tensor.shape for tensor in engine.tensors}
     for cache in caches:
-        # [B, H, L, D], or with a 1 behind B: the same memory.
+        # [B, H, L, D], or with a 1 after B: the same memory.
         sizes = tuple(size for size in shapes[cache.name][1:] if size != 1)
         if sizes != tuple(size for size in cache.shape if size != 1):
             raise IncompatibleError(
@@ -216,7 +216,7 @@ def plan_memory(entry: ModelEntry, sizes: EngineSizes, weights: int, activations
         entry.attention.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype]
     )
     outputs = sizes.max_logit_rows * (4 * entry.lm_head_rows + 8)
-    buffers = _input_bytes(entry, sizes) + outputs + _feature_bytes(entry, sizes) + aside_bytes(caches)
+    buffers = _input_bytes(entry, sizes) + outputs + _feature_bytes(entry, sizes) + compute_swap_bytes(caches)
     return MemoryPlan(weights, kv_bytes, activations, buffers, sizes.arena_rows)
 
 
@@ -227,7 +227,7 @@ def _input_bytes(entry: ModelEntry, sizes: EngineSizes) -> int:
 
 def _feature_bytes(entry: ModelEntry, sizes: EngineSizes) -> int:
     """Of the features of the largest step."""
-    return 4 * entry.engine.feature_size * feature_rows(entry, [profile for _, profile in sizes.profiles])
+    return 4 * entry.engine.feature_size * count_feature_rows(entry, [profile for _, profile in sizes.profiles])
 
 
 def _allocate(
@@ -248,7 +248,7 @@ def _allocate(
     caches, kv_bytes = lay_out_caches(
         entry.attention.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype]
     )
-    check_tensors(engine, str(path), entry.engine.inputs, caches, rebuild(file))
+    check_tensors(engine, str(path), entry.engine.inputs, caches, make_rebuild_hint(file))
 
     def allocate(num_bytes: int, what: str) -> int:
         address = driver.allocate(num_bytes, f"{path}: {what}")
@@ -257,7 +257,7 @@ def _allocate(
 
     queries = _query_bytes(engine, sizes, ITEM_BYTES[entry.dtype])
     features = _feature_bytes(entry, sizes)
-    arena, aside = allocate(kv_bytes, f"the KV cache of {sizes.arena_rows} rows"), aside_bytes(caches)
+    arena, aside = allocate(kv_bytes, f"the KV cache of {sizes.arena_rows} rows"), compute_swap_bytes(caches)
     kv = KvMemory(driver, caches, kv_bytes, arena, allocate(aside, "room to exchange rows") if aside else 0)
     at = DeviceAddresses(
         allocate(engine.activation_bytes, "activations"),
@@ -270,7 +270,7 @@ def _allocate(
     logits = HostOutput(driver, (entry.lm_head_rows,), "float32", sizes.max_logit_rows)
     token_ids = HostOutput(driver, (), "int64", sizes.max_logit_rows)
     shapes = {tensor.name: tensor.shape for tensor in engine.tensors}
-    rows = feature_rows(entry, [profile for _, profile in sizes.profiles])
+    rows = count_feature_rows(entry, [profile for _, profile in sizes.profiles])
     given = GpuFeatures(shapes, entry.engine.feature_size, path, driver, rows)
     for output in (logits, token_ids, given):
         stack.callback(output.close)
@@ -286,7 +286,11 @@ def _query_bytes(engine: TrtEngine, sizes: EngineSizes, item_bytes: int) -> int:
     """Bytes of the largest queries of any layer and profile. Layers run one after the other: they share the memory."""
     largest = [profile.largest for _, profile in sizes.profiles]
     slots = max(shape.num_seqs * shape.tile_width // shape.fold for shape in largest)
-    return max((tensor.shape[1] * tensor.shape[3] for tensor in query_tensors(engine)), default=0) * slots * item_bytes
+    return (
+        max((tensor.shape[1] * tensor.shape[3] for tensor in find_query_tensors(engine)), default=0)
+        * slots
+        * item_bytes
+    )
 
 
 def _make_block(num_bytes: int, driver: GpuDriver, stack: ExitStack) -> HostBlock:

@@ -22,8 +22,8 @@ from specexport_runtime.abi import (
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import IncompatibleError
-from specexport_runtime.executors.gpu import ALIGNMENT, MEMORY_HINT, ByteArray, GpuDriver, GpuInfo, gib
-from specexport_runtime.executors.gpu_memory import InputTensor, aligned, lay_out
+from specexport_runtime.executors.gpu import ALIGNMENT, MEMORY_HINT, ByteArray, GpuDriver, GpuInfo, format_gib
+from specexport_runtime.executors.gpu_memory import InputTensor, align_up, lay_out
 from specexport_runtime.executors.trt_pack import SPECS
 
 
@@ -46,9 +46,9 @@ class MemoryPlan(NamedTuple):
         if self.total <= gpu.free_bytes:
             return
         raise IncompatibleError(
-            f"{what} needs {gib(self.total)} of GPU memory (weights {gib(self.weights)}, KV cache of {self.num_rows} "
-            f"rows {gib(self.kv_cache)}, activations {gib(self.activations)}, buffers {gib(self.buffers)}); {gpu.name} "
-            f"has {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}.",
+            f"{what} needs {format_gib(self.total)} of GPU memory (weights {format_gib(self.weights)}, KV cache of {self.num_rows} "
+            f"rows {format_gib(self.kv_cache)}, activations {format_gib(self.activations)}, buffers {format_gib(self.buffers)}); {gpu.name} "
+            f"has {format_gib(gpu.free_bytes)} free of {format_gib(gpu.total_bytes)}.",
             MEMORY_HINT,
         )
 
@@ -95,17 +95,17 @@ def lay_out_caches(
                     "use --max-num-seqs 1, or build it again with another --max-model-len.",
                 )
             caches.append(tensor)
-            offset += aligned(tensor.row_bytes * num_rows)
+            offset += align_up(tensor.row_bytes * num_rows)
     return tuple(caches), offset
 
 
-def aside_bytes(caches: Sequence[CacheTensor]) -> int:
+def compute_swap_bytes(caches: Sequence[CacheTensor]) -> int:
     """Bytes of a row of the largest cache: where one lies while two rows are exchanged, cache after cache."""
     return max((cache.row_bytes for cache in caches), default=0)
 
 
 class KvMemory:
-    """The KV arena, zeroed (0 times NaN is NaN), with room for :func:`aside_bytes` at ``aside``."""
+    """The KV arena, zeroed (0 times NaN is NaN), with room for :func:`compute_swap_bytes` at ``aside``."""
 
     def __init__(
         self, driver: GpuDriver, caches: Sequence[CacheTensor], num_bytes: int, address: int, aside: int
@@ -168,12 +168,12 @@ def _as_float32(memory: ByteArray, dtype: str) -> npt.NDArray[np.float32]:
 def lay_out_inputs(
     names: Sequence[str], shape: StepShape, feature_size: int = 0
 ) -> tuple[tuple[InputTensor, ...], int]:
-    """Step inputs of one size, one behind the other, and the bytes of all; ``feature_size`` is E of a draft head."""
+    """Step inputs of one size, one after the other, and the bytes of all; ``feature_size`` is E of a draft head."""
     specs = [with_feature_size(SPECS[name], feature_size) for name in names]
     return lay_out((spec.name, shape.shape_of(spec), spec.dtype) for spec in specs)
 
 
-def feature_rows(entry: ModelEntry, profiles: Sequence[Profile]) -> int:
+def count_feature_rows(entry: ModelEntry, profiles: Sequence[Profile]) -> int:
     """Most features that a step of an engine gives: one for each token, or for each row of logits of a head."""
     if not entry.engine.feature_size:
         return 0

@@ -11,8 +11,8 @@ depends on what the engine's attention can do:
     . . . | a b c | d . . | . . .                  a b c d . . . . . . . .
     cu     0  3  6  9  12                          cu     0  0  3  4  4
 
-In a dense window every row has Q' tokens: dummies behind the real ones, whose cache entries are never committed. Rows
-that are not in the step write behind everything that was ever written to them, so that padding a batch costs what these
+In a dense window every row has Q' tokens: dummies after the real ones, whose cache entries are never committed. Rows
+that are not in the step write after everything that was ever written to them, so that padding a batch costs what these
 rows hold and not what they could hold. In a packed window dummies belong to no row, and the attention skips them.
 """
 

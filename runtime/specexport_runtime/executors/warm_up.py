@@ -1,6 +1,6 @@
 """First steps of an engine on a GPU, run when it is opened: libraries set themselves up in them, and graphs are made.
 
-Rows hold nothing yet. What the steps leave in caches lies behind each row's length, where nothing is read.
+Rows hold nothing yet. What the steps leave in caches lies after each row's length, where nothing is read.
 """
 
 import logging
@@ -26,7 +26,7 @@ def warm_up(
     what: object,
     seconds: float = WARM_SECONDS,  # steps of the first two shapes run in any case
 ) -> int:
-    """Run a step of each shape behind each length that leaves room for it; returns how many ran. Errors as a step."""
+    """Run a step of each shape after each length that leaves room for it; returns how many ran. Errors as a step."""
     steps = [(i, shape, kv_len) for i, shape in enumerate(shapes) for kv_len in behind]
     fitting = [each for each in steps if each[2] + each[1].max_new_tokens <= executor.kv_capacity]
     _log.warning("%s: warms up %d steps, for about %g s.", what, len(fitting), seconds)

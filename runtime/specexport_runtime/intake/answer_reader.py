@@ -81,7 +81,7 @@ class AnswerReader:
         """What new text brings."""
         self._feed.text += text
         untold, self._untold = self._untold, []
-        return untold + list(self._until_more_is_needed())
+        return untold + list(self._read_available_events())
 
     def finish(self, *, is_cut: bool) -> list[Event]:
         """The rest, as no text follows; ``is_cut``: the answer ended by its length, wherever it was."""
@@ -89,7 +89,7 @@ class AnswerReader:
         return self.take("")
 
     def _hold(self, whole: Sequence[Event], told: Sequence[Event]) -> None:
-        """Leave out what follows of a beginning: ``whole``, if nothing came behind it, of which ``told`` is known."""
+        """Leave out what follows of a beginning: ``whole``, if nothing came after it, of which ``told`` is known."""
         if whole and isinstance(last := join_neighbours(whole)[-1], (Content, ReasoningSpan)):
             known = sum(len(each.text) for each in told if isinstance(each, type(last)))
             self._held = type(last), len(last.text) - known
@@ -101,7 +101,7 @@ class AnswerReader:
         self._held = held[0], max(held[1] - len(found.text), 0)
         return found._replace(text=found.text[held[1] :]) if len(found.text) > held[1] else None
 
-    def _until_more_is_needed(self) -> Iterator[Event]:
+    def _read_available_events(self) -> Iterator[Event]:
         most = self._syntax.most_calls
         for found in self._events:
             if found is None:
@@ -206,7 +206,7 @@ def _read_until(
             return left_out
         text = feed.text[feed.at :]
         if ends and not feed.ended:
-            text = text[: len(text) - beginnings.held_back(text, len(text))].rstrip()
+            text = text[: len(text) - beginnings.find_partial_stop_length(text, len(text))].rstrip()
         if text:
             yield kind(text)
             feed.at += len(text)
@@ -219,7 +219,7 @@ def _read_thinking(feed: Feed, marks: ThinkingMarks, *, has_begun: bool) -> Iter
     begin = feed.at
     if not has_begun:
         yield from feed.skip_space()
-        if not (yield from feed.takes(marks.begin)):
+        if not (yield from feed.consume(marks.begin)):
             feed.at = begin
             return
     yield from feed.skip_space()

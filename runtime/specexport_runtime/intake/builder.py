@@ -12,7 +12,7 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.checks import (
     check_acceptance,
     check_adapter,
-    check_rank,
+    check_owner_and_priority,
     check_text,
     check_token_ids,
     check_token_range,
@@ -53,7 +53,7 @@ class RequestBuilder:
             check_text(prompt, "the prompt")
             ids = ids_of(self.tokenizer, prompt, add_special_tokens=add_special_tokens)
         else:
-            ids = _plain(prompt)
+            ids = _to_plain_ints(prompt)
         check_token_ids(ids, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         return ids
 
@@ -64,7 +64,7 @@ class RequestBuilder:
         if isinstance(reference, str):
             check_text(reference, "the reference")
             return ids_of(self.tokenizer, reference, add_special_tokens=False)
-        ids = _plain(reference)
+        ids = _to_plain_ints(reference)
         check_token_range(ids, vocab_size=self.vocab_size, what="the reference")
         return ids
 
@@ -88,22 +88,24 @@ class RequestBuilder:
             raise InvalidRequestError(
                 "this drafter does not copy from a reference.", "use drafter 'lookup', 'suffix' or 'chained'."
             )
-        rules = self._layer_rules(options.get("layer_rules"), takes_layers=any(each.takes_layers for each in traits))
+        rules = self._resolve_layer_rules(
+            options.get("layer_rules"), takes_layers=any(each.takes_layers for each in traits)
+        )
         for text in params.stop_strings:
             check_text(text, "a stop text")
         owner, priority = options.get("owner", ""), options.get("priority", 0)
-        check_rank(owner, priority)
+        check_owner_and_priority(owner, priority)
         acceptance = options.get("acceptance")
         acceptance = DEFAULT_RULE if acceptance is None else acceptance
         check_acceptance(acceptance)
-        exit_params = self._exit_params(options.get("draft_exit"), plan)
+        exit_params = self._resolve_exit_params(options.get("draft_exit"), plan)
         grammar: TokenRules | None = None
         if params.structured_outputs is not None and params.ignore_eos:
             raise InvalidRequestError(
                 "structured_outputs ends a text, and ignore_eos does not.", "leave one of them out."
             )
         ids, form = self.encode(prompt), None
-        hidden = self._hidden(params)
+        hidden = self._find_hidden_tokens(params)
         if params.structured_outputs is not None:
             silent = (self.special_tokens if hidden is None else hidden) if params.skip_special_tokens else ()
             follows_text = any(token not in silent for token in ids)
@@ -131,7 +133,7 @@ class RequestBuilder:
             delivery=Delivery(
                 stream,
                 options.get("trace", False),
-                scope=_scope(options),
+                scope=_get_prefix_scope(options),
                 owner=owner,
                 priority=priority,
                 adapter=self.find_adapter(options.get("lora")),
@@ -144,7 +146,7 @@ class RequestBuilder:
         added = self.tokenizer.get_added_tokens_decoder()
         return frozenset(token for token, each in added.items() if each.special)
 
-    def _hidden(self, params: SamplingParams) -> frozenset[int] | None:
+    def _find_hidden_tokens(self, params: SamplingParams) -> frozenset[int] | None:
         """Tokens without a text, where they are not just the special ones: what ends a text has no part in its form."""
         ends = frozenset(() if params.structured_outputs is None else self.eos_token_ids) - self.special_tokens
         if not (params.skip_special_tokens and (params.shown_special_tokens or ends)):
@@ -156,7 +158,7 @@ class RequestBuilder:
         check_adapter(name, self.adapters)
         return None if name is None else self.adapters.index(name) + 1
 
-    def _layer_rules(self, rules: LayerRules | None, *, takes_layers: bool) -> LayerRules:
+    def _resolve_layer_rules(self, rules: LayerRules | None, *, takes_layers: bool) -> LayerRules:
         """The layers that drafts leave out; ``takes_layers``: a drafter of the request leaves some out."""
         if takes_layers:
             (rules or self.defaults.layer_rules).check_layers(self.capabilities.num_layers)
@@ -164,7 +166,7 @@ class RequestBuilder:
             raise InvalidRequestError("layer rules are for drafting with the target itself.", "use drafter 'self'.")
         return rules or self.defaults.layer_rules
 
-    def _exit_params(self, asked: DraftExitParams | bool | None, plan: DraftPlan) -> DraftExitParams | None:
+    def _resolve_exit_params(self, asked: DraftExitParams | bool | None, plan: DraftPlan) -> DraftExitParams | None:
         """When drafts of models end for this request; None: never before K."""
         drafts = any(self.capabilities.drafters[stage.drafter].can_exit for stage in plan.stages)
         if asked is None:
@@ -178,7 +180,7 @@ class RequestBuilder:
         return DraftExitParams() if asked is True else asked
 
 
-def _scope(options: RequestOptions) -> str | None:
+def _get_prefix_scope(options: RequestOptions) -> str | None:
     """Name of the scope within which requests share kept texts; None to share none."""
     salt = options.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
@@ -186,5 +188,5 @@ def _scope(options: RequestOptions) -> str | None:
     return (salt or "") if options.get("remember", True) else None
 
 
-def _plain(ids: Sequence[int]) -> list[int]:
+def _to_plain_ints(ids: Sequence[int]) -> list[int]:
     return [int(token) if isinstance(token, np.integer) else token for token in ids]

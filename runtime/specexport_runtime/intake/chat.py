@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.intake.chat_forms import Form, UnwrittenError, find_form, joined, write_whole
+from specexport_runtime.intake.chat_forms import Form, UnwrittenError, find_form, joined, write_losslessly
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -63,7 +63,7 @@ def render_chat(
         raise InvalidRequestError(message, hint=_TEMPLATE_HINT) from error
 
 
-def render_whole(
+def render_losslessly(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, str],
@@ -79,7 +79,7 @@ def render_whole(
 
     check_template_arguments(template, template_arguments or {}, special_tokens)
     variables = json.dumps([dict(special_tokens), bool(tools), dict(template_arguments or {}), add_generation_prompt])
-    return write_whole(_check_messages(messages), write, partial(_form_of, template, variables))
+    return write_losslessly(_check_messages(messages), write, partial(_find_form_cached, template, variables))
 
 
 def render_begun(
@@ -113,7 +113,7 @@ def render_begun(
 
 
 @lru_cache(maxsize=256)
-def _form_of(template: str, variables: str, kinds: tuple[str, ...]) -> Form:
+def _find_form_cached(template: str, variables: str, kinds: tuple[str, ...]) -> Form:
     """The form for messages of some kinds; ``variables``: special tokens, whether there are tools, arguments."""
     special_tokens, has_tools, arguments, add_generation_prompt = json.loads(variables)
     tools = [ANY_TOOL] if has_tools else None
@@ -201,7 +201,7 @@ def _environment() -> "Environment":
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
 
-        def _body(self, caller: Macro) -> str:  # a block of its own: what is set in it is not seen behind it
+        def _body(self, caller: Macro) -> str:  # a block of its own: what is set in it is not seen after it
             return caller()
 
     environment = ImmutableSandboxedEnvironment(

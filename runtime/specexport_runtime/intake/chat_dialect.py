@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.answer_reader import AnswerParts, AnswerSyntax, ThinkingMarks, read_parts
-from specexport_runtime.intake.chat import ANY_TOOL, render_begun, render_chat, render_whole, template_variables
+from specexport_runtime.intake.chat import ANY_TOOL, render_begun, render_chat, render_losslessly, template_variables
 from specexport_runtime.intake.chat_forms import joined
 from specexport_runtime.intake.functions import CallGrammar, Function, FunctionError, ToolChoice, read_functions
 from specexport_runtime.intake.tool_formats.base import Style, ToolFormat
-from specexport_runtime.intake.tool_formats.families import PARSERS, GenericJson, find_format, in_words, named_format
+from specexport_runtime.intake.tool_formats.families import (
+    PARSERS,
+    GenericJson,
+    find_format,
+    get_format,
+    write_tools_as_text,
+)
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import Thinking
 from specexport_runtime.sampling.thinking_budget import ThinkingBudget
@@ -32,7 +38,7 @@ _FUNCTION, _KEY = "probe_function", "probe_key"
 _ID = "abcdefghi"  # nine letters: the form on which some templates insist
 _LETTERS = string.ascii_letters + string.digits
 _Place = Literal["may", "begun", "none"]
-"""Before the thinking, which may come; in it; behind it, or there is none."""
+"""Before the thinking, which may come; in it; after it, or there is none."""
 
 
 class ChatDialect:
@@ -62,7 +68,7 @@ class ChatDialect:
     def tool_format(self) -> ToolFormat | None:
         """How the model writes calls; None if that is not known."""
         if self._tool_call_parser != "auto":
-            return named_format(self._tool_call_parser, self.template, self._probe, _FUNCTION)
+            return get_format(self._tool_call_parser, self.template, self._probe, _FUNCTION)
         return find_format(self.template, self._probe, _FUNCTION) if self.takes_tools else None
 
     @cached_property
@@ -137,23 +143,25 @@ class ChatDialect:
         header: bool,
     ) -> str:
         if not self.takes_tools and isinstance(self.tool_format, GenericJson):
-            messages, tools = in_words([joined(each) for each in messages], tools), ()
-        return render_whole(self.template, messages, self._special_tokens, tools or None, template_arguments, header)
+            messages, tools = write_tools_as_text([joined(each) for each in messages], tools), ()
+        return render_losslessly(
+            self.template, messages, self._special_tokens, tools or None, template_arguments, header
+        )
 
     def syntax(
         self,
         prompt: str,
         functions: Sequence[Function] = (),
         choice: ToolChoice | None = None,  # whether functions are called; None leaves it to the model
-        beginning: str = "",  # of the answer, behind the prompt
+        beginning: str = "",  # of the answer, after the prompt
         *,
         echo: bool = False,  # the beginning is told too
     ) -> AnswerSyntax:
         """How an answer to a prompt of :meth:`render` is read; ``InvalidRequestError`` if it begins with a call."""
         choice = choice or ToolChoice()
-        where, _ = self._place(prompt)
+        where, _ = self._find_thinking_state(prompt)
         calls = self.check_tools() if functions and choice.mode != "none" else None
-        said = self._place(prompt, beginning)[1]
+        said = self._find_thinking_state(prompt, beginning)[1]
         if calls is not None and (
             said.lstrip()[:1] in tuple(calls.starts) or any(each in said for each in calls.openers)
         ):
@@ -177,17 +185,17 @@ class ChatDialect:
         functions: Sequence[Function] = (),
         choice: ToolChoice | None = None,  # whether functions are called; None leaves it to the model
         answer: StructuredOutputs | None = None,  # the form of an answer that calls none
-        beginning: str = "",  # of the answer, behind the prompt: the form is that of the whole
+        beginning: str = "",  # of the answer, after the prompt: the form is that of the whole
     ) -> StructuredOutputs | None:
-        """The form of an answer to a prompt of :meth:`render`, behind thinking; None for any."""
+        """The form of an answer to a prompt of :meth:`render`, after thinking; None for any."""
         choice = choice or ToolChoice()
         if not functions or choice.mode == "none":
-            return None if answer is None else self._behind_thinking(answer, prompt, beginning)
-        schema = None if answer is None or choice.mode == "required" else _schema_of(answer)
+            return None if answer is None else self._add_thinking(answer, prompt, beginning)
+        schema = None if answer is None or choice.mode == "required" else _get_answer_schema(answer)
         called = [each for each in functions if choice.name in (None, each.name)]
         grammar = CallGrammar(self.check_tools(), self._style, self._tokenizer.token_to_id, self._eos)
         text = grammar.write(called, choice, schema)
-        return None if text is None else self._behind_thinking(StructuredOutputs(grammar=text), prompt, beginning)
+        return None if text is None else self._add_thinking(StructuredOutputs(grammar=text), prompt, beginning)
 
     def check_choice(self, functions: Sequence[Function], choice: ToolChoice) -> None:
         """Refuse a choice of functions that are not there, with a ``FunctionError``."""
@@ -226,8 +234,8 @@ class ChatDialect:
         """Text, thinking and calls of an answer to ``prompt``; ``is_cut``: it ended by its length."""
         return read_parts(self.syntax(prompt, read_functions(tools)), text, is_cut=is_cut)
 
-    def _place(self, prompt: str, beginning: str = "") -> tuple[_Place, str]:
-        """Where an answer is behind a prompt and its beginning, and what of that is not before, or in, the thinking."""
+    def _find_thinking_state(self, prompt: str, beginning: str = "") -> tuple[_Place, str]:
+        """Where an answer is after a prompt and its beginning, and what of that is not before, or in, the thinking."""
         marks, end = self.thinking, prompt.rstrip()
         if marks is None or end.endswith(marks.end):
             return "none", beginning
@@ -242,13 +250,13 @@ class ChatDialect:
 
         ``InvalidRequestError`` if no token ends it.
         """
-        where, _ = self._place(prompt, beginning)
+        where, _ = self._find_thinking_state(prompt, beginning)
         if where == "none" or self.thinking is None:
             return None
         begin, end = (self._tokenizer.token_to_id(text) for text in self.thinking)
         if end is None or (where == "may" and begin is None):
             raise InvalidRequestError(
-                f"{self.thinking.end!r} is no token of this model: no form can begin behind it, no budget end with it.",
+                f"{self.thinking.end!r} is no token of this model: no form can begin after it, no budget end with it.",
                 "turn thinking off with chat_template_kwargs, or leave form and budget out.",
             )
         lines = (self._tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", "\n\n"))
@@ -267,8 +275,8 @@ class ChatDialect:
         used = len(self._tokenizer.encode(thought, add_special_tokens=False).ids)
         return ThinkingBudget(max(num_tokens - used, 0), thinking)
 
-    def _behind_thinking(self, form: StructuredOutputs, prompt: str, beginning: str) -> StructuredOutputs:
-        thinking, said = self.find_thinking(prompt, beginning), self._place(prompt, beginning)[1]
+    def _add_thinking(self, form: StructuredOutputs, prompt: str, beginning: str) -> StructuredOutputs:
+        thinking, said = self.find_thinking(prompt, beginning), self._find_thinking_state(prompt, beginning)[1]
         return replace(form, thinking=thinking, beginning=said) if thinking is not None or said else form
 
 
@@ -282,7 +290,7 @@ def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
             raise InvalidRequestError(f"{name} is {given!r}.", f"give one of {', '.join(known)}.")
 
 
-def _schema_of(form: StructuredOutputs) -> Mapping[str, Any]:
+def _get_answer_schema(form: StructuredOutputs) -> Mapping[str, Any]:
     """The schema of an answer that may stand in the place of calls; ``InvalidRequestError`` if it has none."""
     import json
 

@@ -44,16 +44,16 @@ class Form(NamedTuple):
     written: bool = False  # arguments of calls are text, as OpenAI has them
 
     def apply(self, messages: Sequence[Message]) -> list[Message]:
-        return [each for message in messages for each in self._of(message)]
+        return [each for message in messages for each in self._convert_message(message)]
 
-    def _of(self, message: Message) -> Iterator[Message]:
+    def _convert_message(self, message: Message) -> Iterator[Message]:
         role, content = message["role"], message.get("content")
         texts = _texts(content)
         if self.split and message.get("tool_calls") and texts is not None and "".join(texts).strip():
-            yield from self._of({"role": role, "content": content})
+            yield from self._convert_message({"role": role, "content": content})
             texts = [""]
         if self.written and message.get("tool_calls"):
-            message = message | {"tool_calls": [_written(call) for call in message["tool_calls"]]}
+            message = message | {"tool_calls": [_encode_arguments(call) for call in message["tool_calls"]]}
         if self.system and role == "developer":
             message = message | {"role": "system"}
         if self.null and message.get("tool_calls") and not "".join(texts or ()):
@@ -67,33 +67,33 @@ class Form(NamedTuple):
             yield message | {"content": "".join(texts)}
 
 
-def write_whole(messages: Sequence[Message], write: Write, choose: Callable[[tuple[str, ...]], Form]) -> str:
+def write_losslessly(messages: Sequence[Message], write: Write, choose: Callable[[tuple[str, ...]], Form]) -> str:
     """A conversation in the form that ``choose`` (:func:`find_form`) gives; ``UnwrittenError`` if it loses text."""
-    form = choose(tuple(_short(map(_kind, messages))))
-    words = _Words()
+    form = choose(tuple(_drop_repetitions(map(_kind, messages))))
+    words = _PlaceholderWords()
     shape = [words.shape(i, message) for i, message in enumerate(messages)]
     try:
-        lost = _lost(words, shape, write(form.apply(shape), True), form, write)
+        lost = _find_lost_words(words, shape, write(form.apply(shape), True), form, write)
     except InvalidRequestError:
         text, at = write(form.apply(messages), True), 0  # what the template has against them, if it has
         for i, message in enumerate(messages):
             for said in map(str.strip, _texts(message.get("content")) or ()):
                 at = text.find(said, at)
                 if at < 0:
-                    raise _unwritten((i, "content"), messages) from None
+                    raise _unwritten_error((i, "content"), messages) from None
         return text
     if lost:
-        raise _unwritten(words.places[lost[0]], messages)
+        raise _unwritten_error(words.places[lost[0]], messages)
     return write(form.apply(messages), True)
 
 
 def find_form(kinds: Sequence[str], write: Write) -> Form:
     """The first form in which a template leaves nothing out of messages of these kinds; else that with the least."""
     messages = [json.loads(kind) for kind in kinds]
-    words = _Words()
+    words = _PlaceholderWords()
     shape = [words.shape(i, message) for i, message in enumerate(messages)]
     best, fewest, nones = Form(), len(words.places) + 1, None
-    for form in _forms(messages):
+    for form in _iterate_forms(messages):
         try:
             text = write(form.apply(shape), True)
         except InvalidRequestError:
@@ -101,7 +101,7 @@ def find_form(kinds: Sequence[str], write: Write) -> Form:
         nones = text.count("None") if nones is None else nones
         if (form.parts and words.is_quoted(text)) or text.count("None") > nones:  # a list or a null as Python writes it
             continue
-        lost = _lost(words, shape, text, form, write)
+        lost = _find_lost_words(words, shape, text, form, write)
         if len(lost) < fewest:
             best, fewest = form, len(lost)
         if not lost:
@@ -123,7 +123,7 @@ def _outline(key: str, value: Any) -> Any:
     return [_outline(key, each) for each in value[:2]] if isinstance(value, list) else value
 
 
-def _short(kinds: Iterable[str]) -> list[str]:
+def _drop_repetitions(kinds: Iterable[str]) -> list[str]:
     """A conversation without what comes again in it: it ends alike, and all steps from a kind to the next are there."""
     kept: list[str] = []
     before: list[int | None] = []  # where the step to each was last
@@ -150,7 +150,7 @@ def joined(message: Mapping[str, Any]) -> Message:
     return dict(message) if texts is None else {**message, "content": "".join(texts)}
 
 
-def _forms(messages: Sequence[Message]) -> Iterator[Form]:
+def _iterate_forms(messages: Sequence[Message]) -> Iterator[Form]:
     """Ways to hand messages over, the usual one first."""
     roles = list(dict.fromkeys(str(message["role"]) for message in messages))
     whole = frozenset(roles)
@@ -166,7 +166,7 @@ def _forms(messages: Sequence[Message]) -> Iterator[Form]:
                 yield Form(parts, True, system, null, split, written)
 
 
-class _Words:
+class _PlaceholderWords:
     """Words that stand in a conversation in the places of its texts."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class _Words:
         return {**call, "function": {**function, **told}}
 
 
-def _written(call: Any) -> Any:
+def _encode_arguments(call: Any) -> Any:
     """A call whose arguments are a text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
@@ -220,7 +220,9 @@ def _word(number: int) -> str:
     return "qzxqw" + "".join(chr(ord("a") + int(digit)) for digit in str(number)) + "wqxzq"
 
 
-def _lost(words: _Words, shape: Sequence[Message], text: str, form: Form, write: Write) -> list[int]:
+def _find_lost_words(
+    words: _PlaceholderWords, shape: Sequence[Message], text: str, form: Form, write: Write
+) -> list[int]:
     """Numbers of words that are left out of a text for good.
 
     A text beside calls may be written until more is said: then it is left out as thoughts are. Of each kind of message
@@ -255,7 +257,7 @@ def _texts(content: Any) -> list[str] | None:
     return [str(text) for text in texts] if all(isinstance(text, str) for text in texts) else None
 
 
-def _unwritten(place: tuple[int, str], messages: Sequence[Message]) -> UnwrittenError:
+def _unwritten_error(place: tuple[int, str], messages: Sequence[Message]) -> UnwrittenError:
     index, part = place
     role, param = messages[index]["role"], f"messages[{index}].{part}"
     return UnwrittenError(

@@ -55,7 +55,7 @@ def check_token_range(ids: Sequence[int], *, vocab_size: int, what: str) -> None
         )
 
 
-def one_each(values: Any, count: int, what: str) -> list[Any]:
+def expand_per_prompt(values: Any, count: int, what: str) -> list[Any]:
     """``values`` as a list of one item a prompt; a single value (or None) stands for all, another length is refused."""
     if not isinstance(values, (list, tuple)):
         return [values] * count
@@ -64,7 +64,7 @@ def one_each(values: Any, count: int, what: str) -> list[Any]:
     return list(values)
 
 
-def check_rank(owner: object, priority: object) -> None:
+def check_owner_and_priority(owner: object, priority: object) -> None:
     """Refuse an owner that is no text, and a priority that is no integer of 64 bits."""
     if not isinstance(owner, str):
         raise InvalidRequestError(f"owner is {owner!r}.", "give a text.")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.checks import check_text
-from specexport_runtime.requests.text import shared_length, text_behind
+from specexport_runtime.requests.text import common_prefix_length, decode_continuation
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -174,37 +174,39 @@ class Conversation:
 
     def _encode(self, text: str) -> list[int]:
         """Token ids of a prompt, which begin as those of an earlier turn if its text does."""
-        anew = self._ids(text)
+        anew = self._encode_plain(text)
         for turn in reversed(self._turns):
             if text.startswith(turn.prompt):
                 rest = text[len(turn.prompt) :]
-                output = turn.output[: self._said_in(turn, rest)]
-                ids = [*turn.ids, *output, *self._ids(rest[len(self._said(turn, output)) :])]
+                output = turn.output[: self._count_repeated_tokens(turn, rest)]
+                ids = [*turn.ids, *output, *self._encode_plain(rest[len(self._decode_output(turn, output)) :])]
                 return ids if self._decode(ids) == self._decode(anew) else anew
         return anew
 
-    def _said_in(self, turn: _Turn, text: str) -> int:
+    def _count_repeated_tokens(self, turn: _Turn, text: str) -> int:
         """How many of the tokens that were written are, as text, what a text begins with."""
         output = turn.output
-        if self._begins(text, turn, output):
+        if self._begins_with_output(text, turn, output):
             return len(output)
-        limit = shared_length(self._said(turn, output), text)
+        limit = common_prefix_length(self._decode_output(turn, output), text)
         low, high = 0, len(output) - 1  # texts of more tokens are longer, but for halves of characters
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if len(self._said(turn, output[:middle])) <= limit else (low, middle - 1)
-        while low and not self._begins(text, turn, output[:low]):
+            low, high = (
+                (middle, high) if len(self._decode_output(turn, output[:middle])) <= limit else (low, middle - 1)
+            )
+        while low and not self._begins_with_output(text, turn, output[:low]):
             low -= 1
         return low
 
-    def _begins(self, text: str, turn: _Turn, output: Sequence[int]) -> bool:
-        said = self._said(turn, output)
+    def _begins_with_output(self, text: str, turn: _Turn, output: Sequence[int]) -> bool:
+        said = self._decode_output(turn, output)
         return text.startswith(said) and _NO_CHARACTER not in said  # which many byte sequences decode to
 
-    def _said(self, turn: _Turn, output: Sequence[int]) -> str:
-        return text_behind(self._tokenizer, turn.ids, output)
+    def _decode_output(self, turn: _Turn, output: Sequence[int]) -> str:
+        return decode_continuation(self._tokenizer, turn.ids, output)
 
-    def _ids(self, text: str) -> list[int]:
+    def _encode_plain(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 

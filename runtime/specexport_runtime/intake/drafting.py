@@ -8,7 +8,7 @@ from specexport_runtime.drafters.base import Obstacle
 from specexport_runtime.drafters.lookup import DEFAULT_MATCH_LENGTH
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.intake.checks import one_each
+from specexport_runtime.intake.checks import expand_per_prompt
 from specexport_runtime.requests.draft_exit import DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DrafterTraits, DraftStage
@@ -95,7 +95,7 @@ class Capabilities(NamedTuple):
     @property
     def default(self) -> str | None:
         """The drafter of requests that say nothing: ``auto`` where lengths can be chosen, else :attr:`fixed`."""
-        return "auto" if self.weighed.issuperset(stage_names("auto", self)) else self.fixed
+        return "auto" if self.weighed.issuperset(resolve_stage_names("auto", self)) else self.fixed
 
     @property
     def fixed(self) -> str | None:
@@ -203,7 +203,7 @@ def _resolve_stages(
         )
     if drafter in (None, "none"):
         return DraftPlan()
-    names = stage_names(drafter, capabilities)
+    names = resolve_stage_names(drafter, capabilities)
     if is_repeatable and options.get("drafter") is None and options.get("num_speculative_tokens") != "auto":
         requested = None if requested == "auto" else requested
         if not _COPIES.issuperset(names):
@@ -211,7 +211,7 @@ def _resolve_stages(
     elif drafter == "auto" and requested is None and capabilities.weighed.issuperset(names):
         requested = "auto"
     if requested == "auto":
-        _check_weighed(names, capabilities)
+        _check_adaptive_lookahead(names, capabilities)
         return DraftPlan(tuple(DraftStage(name, capabilities.lookahead) for name in names), adaptive=True)
     asked = [requested if name == names[-1] else None for name in names]  # of a chain, the number is the model's
     return DraftPlan(
@@ -227,8 +227,8 @@ def _resolve_stages(
     )
 
 
-def stage_names(drafter: str, capabilities: Capabilities) -> tuple[str, ...]:
-    """Names of the drafters behind one that a request may name; ``InvalidRequestError`` if the engine lacks one."""
+def resolve_stage_names(drafter: str, capabilities: Capabilities) -> tuple[str, ...]:
+    """Names of the drafters after one that a request may name; ``InvalidRequestError`` if the engine lacks one."""
     names: tuple[str, ...] = (drafter,)
     models = [name for name in KINDS if not KINDS[name].traits.is_free]
     usable = [name for name in models if name not in capabilities.obstacles]
@@ -243,7 +243,7 @@ def stage_names(drafter: str, capabilities: Capabilities) -> tuple[str, ...]:
     return names
 
 
-def _check_weighed(names: Sequence[str], capabilities: Capabilities) -> None:
+def _check_adaptive_lookahead(names: Sequence[str], capabilities: Capabilities) -> None:
     if not capabilities.weighed:
         raise InvalidRequestError(
             "num_speculative_tokens is 'auto', and this engine has no cost curves to choose by.",
@@ -274,6 +274,6 @@ def request_specs(
 ) -> list[RequestSpec]:
     """A request for each prompt; arguments as ``SpecEngine.generate``, ``options`` are those of all of them."""
     batch = as_prompts(prompts)
-    each = one_each(params or SamplingParams(), len(batch), "sampling parameters")
-    copied = one_each(references, len(batch), "references")
+    each = expand_per_prompt(params or SamplingParams(), len(batch), "sampling parameters")
+    copied = expand_per_prompt(references, len(batch), "references")
     return [RequestSpec(*item, options) for item in zip(batch, each, copied, strict=True)]

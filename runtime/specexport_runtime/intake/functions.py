@@ -8,7 +8,7 @@ from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.tool_formats.base import Style, ToolFormat
-from specexport_runtime.sampling.schema_rules import fault_of
+from specexport_runtime.sampling.schema_rules import find_fault
 from specexport_runtime.sampling.structured import MAX_GRAMMAR_CHARS
 
 MAX_FUNCTIONS = 128
@@ -72,7 +72,7 @@ def read_functions(tools: Sequence[Mapping[str, Any]]) -> tuple[Function, ...]:
     if size > MAX_GRAMMAR_CHARS:
         raise FunctionError("tools", f"they have {size} characters.", f"give at most {MAX_GRAMMAR_CHARS}.")
     for i, each in enumerate(functions):
-        if (fault := fault_of(each.parameters)) is not None:
+        if (fault := find_fault(each.parameters)) is not None:
             raise FunctionError(f"tools[{i}].function.parameters", f"{fault}.", "change it.")
     return tuple(functions)
 

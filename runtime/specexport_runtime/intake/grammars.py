@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, pip_install
+from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, make_install_hint
 from specexport_runtime.intake.plain_tokens import PlainTokens
-from specexport_runtime.intake.trial import UNTRIED, Trial, on_deep_stack
+from specexport_runtime.intake.trial import UNTRIED, Trial, run_on_deep_stack
 from specexport_runtime.intake.watched import MAX_S, Watched
-from specexport_runtime.sampling.grammar import Grammar, reason_of
+from specexport_runtime.sampling.grammar import Grammar, explain_refusal
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import GrammarAfterThinking
 
@@ -43,28 +43,28 @@ _LIMITS = {
 """What a grammar may cost: its size, the states of its lexer, and the work of one token. What needs more is refused."""
 
 
-def literals(form: StructuredOutputs) -> Iterator[str]:
+def iterate_literals(form: StructuredOutputs) -> Iterator[str]:
     """Texts that an answer may have to have: choices, those of a grammar, and keys and values of a schema as JSON."""
     if form.choice is not None:
         yield from form.choice
     elif form.kind == "json":
-        yield from _as_json(json.loads(form.text))
+        yield from _iterate_json_values(json.loads(form.text))
     elif form.kind == "grammar":
-        for kind, text in _parts(form.text):
+        for kind, text in _iterate_grammar_parts(form.text):
             try:
                 if kind == "text":
                     yield json.loads(text)
                 elif kind == "schema":
-                    yield from _as_json(json.loads(text))
+                    yield from _iterate_json_values(json.loads(text))
             except ValueError:
                 continue  # it has an escape that JSON has not
 
 
-def _as_json(schema: Any) -> Iterator[str]:
-    return (json.dumps(value, ensure_ascii=False) for value in _values(schema))
+def _iterate_json_values(schema: Any) -> Iterator[str]:
+    return (json.dumps(value, ensure_ascii=False) for value in _iterate_schema_values(schema))
 
 
-def _values(schema: Any) -> Iterator[Any]:
+def _iterate_schema_values(schema: Any) -> Iterator[Any]:
     waiting = [schema]
     while waiting:
         part = waiting.pop()
@@ -83,9 +83,9 @@ def _values(schema: Any) -> Iterator[Any]:
                     waiting.append(value)
 
 
-def named_tokens(lark: str, token_of: Callable[[str], int | None]) -> Iterator[set[int]]:
+def iterate_named_tokens(lark: str, token_of: Callable[[str], int | None]) -> Iterator[set[int]]:
     """Token ids of each ``<name>`` and ``<[1,3-5]>`` of a Lark grammar; tokens that it only leaves out are none."""
-    for kind, name in _parts(lark):
+    for kind, name in _iterate_grammar_parts(lark):
         if kind != "token":
             continue
         ids: set[int] = set()
@@ -99,7 +99,7 @@ def named_tokens(lark: str, token_of: Callable[[str], int | None]) -> Iterator[s
         yield ids
 
 
-def _parts(lark: str) -> Iterator[tuple[str, str]]:
+def _iterate_grammar_parts(lark: str) -> Iterator[tuple[str, str]]:
     """The texts, schemas and tokens of a grammar; expressions and comments are left out."""
     at = 0
     while (found := _PART.search(lark, at)) is not None:
@@ -152,7 +152,7 @@ class GrammarCompiler:
             if allowed is not None and not allowed.any():
                 raise InvalidRequestError(
                     f"{form.name}: such a text begins with a space or a part of a word, which this "
-                    "model's decoder does not show behind a prompt without text.",
+                    "model's decoder does not show after a prompt without text.",
                     "give a prompt, or change the form.",
                 )
             return grammar
@@ -170,7 +170,7 @@ class GrammarCompiler:
             self._compiled.move_to_end(key)
         if is_new:
             try:
-                found.set_result(self._go_on(form) if form.beginning else self._compile(form))
+                found.set_result(self._start_next_piece(form) if form.beginning else self._compile(form))
             except BaseException as error:
                 with self._lock:
                     if self._compiled.get(key) is found:
@@ -181,8 +181,8 @@ class GrammarCompiler:
             own = matcher.deep_copy()
         return own if len(form.text) <= UNTRIED or isinstance(own, Watched) else Watched(own)
 
-    def _go_on(self, form: StructuredOutputs) -> Any:
-        """The matcher of a form behind its beginning."""
+    def _start_next_piece(self, form: StructuredOutputs) -> Any:
+        """The matcher of a form after its beginning."""
         matcher, data = self._matcher(replace(form, beginning="")), form.beginning.encode()
         tokens, until = self._plain(data), time.monotonic() + MAX_S
         is_spelled = b"".join([self._plain.tokens[token] for token in tokens]) == data
@@ -199,7 +199,7 @@ class GrammarCompiler:
         except ImportError:
             raise MissingDependencyError(
                 "structured outputs need llguidance, which is not installed.",
-                pip_install("structured"),
+                make_install_hint("structured"),
             ) from None
         with self._reading:
             if self._known is None:
@@ -209,25 +209,25 @@ class GrammarCompiler:
         try:
             text = _grammar_text(LLMatcher, form)
         except ValueError as error:
-            raise _refused(form, str(error)) from None
+            raise _refused_form_error(form, str(error)) from None
         if form.kind == "grammar":
             self._check_ends(form)
-        if (fault := self._trial.fault_of(text)) is not None:
-            raise _refused(form, fault)
+        if (fault := self._trial.find_fault(text)) is not None:
+            raise _refused_form_error(form, fault)
         limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
 
         def compile_it() -> tuple[Any, bool]:
             has_failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._known, limits=limits)
             if has_failed or messages:  # a warning is of something that would not be honoured
-                raise _refused(form, messages[0])
+                raise _refused_form_error(form, messages[0])
             matcher = LLMatcher(self._known, text, limits=limits, log_level=0)
             if matcher.is_error():
-                raise _refused(form, matcher.get_error())
+                raise _refused_form_error(form, matcher.get_error())
             first = matcher.deep_copy()
             first.compute_bitmask()
             return matcher, not first.is_error()
 
-        matcher, begins = on_deep_stack(compile_it)
+        matcher, begins = run_on_deep_stack(compile_it)
         self._check_spelling(form)
         if not begins:
             raise InvalidRequestError(
@@ -243,7 +243,7 @@ class GrammarCompiler:
     def _check_ends(self, form: StructuredOutputs) -> None:
         """A token that ends the text is no part of it."""
         ends = set(self._eos)
-        if any(tokens and tokens <= ends for tokens in named_tokens(form.text, self._tokenizer.token_to_id)):
+        if any(tokens and tokens <= ends for tokens in iterate_named_tokens(form.text, self._tokenizer.token_to_id)):
             raise InvalidRequestError(
                 f"{form.name}: it names a token that ends the text.",
                 "leave the token out: the text ends where its grammar does.",
@@ -253,7 +253,7 @@ class GrammarCompiler:
         """Vocabularies without bytes lack characters; what is found only on the way ends its own request."""
         if self._plain.is_complete:
             return
-        for text in literals(form):
+        for text in iterate_literals(form):
             missing = self._plain.missing(text)
             if missing is not None:
                 raise InvalidRequestError(
@@ -278,5 +278,5 @@ def _grammar_text(matcher: Any, form: StructuredOutputs) -> str:
     return made
 
 
-def _refused(form: StructuredOutputs, message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{form.name}: {reason_of(message)}.", "change it, or leave it out.")
+def _refused_form_error(form: StructuredOutputs, message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{form.name}: {explain_refusal(message)}.", "change it, or leave it out.")

@@ -12,7 +12,7 @@ from specexport_runtime.requests.results import Prompt
 from specexport_runtime.sampling.params import SamplingParams
 
 PIN_TOKENS = 4
-"""Tokens that are generated behind a prefix that is to be kept."""
+"""Tokens that are generated after a prefix that is to be kept."""
 
 
 class PinnedPrefixes:
@@ -47,7 +47,7 @@ class PinnedPrefixes:
                 f"a prefix of {len(ids)} tokens cannot be kept.", f"give {MIN_REUSED} to {longest} tokens."
             )
         slots.memory.check_pin(len(ids) + PIN_TOKENS, slots.kept.pinned_rows)
-        # A few tokens behind it, so that drafters read it too. A state would be behind them then, and cannot go back.
+        # A few tokens after it, so that drafters read it too. A state would be after them then, and cannot go back.
         behind = PIN_TOKENS if not target.num_pending else 1
         seq = self._builder.build(0, ids, SamplingParams(max_tokens=behind, ignore_eos=True), options)
         seq.is_pinned = True

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from specexport_runtime.requests.token_bytes import same_at_first, token_bytes
+from specexport_runtime.requests.token_bytes import find_same_at_first, token_bytes
 from specexport_runtime.sampling.grammar import BoolArray
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class PlainTokens:
     @cached_property
     def first(self) -> BoolArray | None:
         """Tokens that add to an empty text what they add to others: [V]; None if all do."""
-        same = same_at_first(self._given, self.tokens)
+        same = find_same_at_first(self._given, self.tokens)
         return None if same.all() else same
 
     def __call__(self, data: bytes) -> list[int]:

@@ -122,10 +122,10 @@ class PromptEncoder:
         Raises:
             InvalidRequestError: there is no chat template, or the messages are no turns of a user and an assistant.
         """
-        from specexport_runtime.intake.chat import render_whole
+        from specexport_runtime.intake.chat import render_losslessly
 
         template = self._chat_template if chat_template is None else chat_template
         if template is None:
             raise InvalidRequestError("this bundle has no chat template.", "give one as chat_template.")
-        render = partial(render_whole, template, special_tokens=self._special_tokens)
+        render = partial(render_losslessly, template, special_tokens=self._special_tokens)
         return Conversation(render, self.tokenizer, [dict(message) for message in messages])

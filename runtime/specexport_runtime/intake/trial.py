@@ -49,7 +49,7 @@ class Trial:
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = int  # nothing to end
 
-    def fault_of(self, grammar: str) -> str | None:
+    def find_fault(self, grammar: str) -> str | None:
         """What a grammar takes too much of, as a sentence without its full stop; None if nothing is."""
         with self._lock:
             process = self._process
@@ -58,7 +58,7 @@ class Trial:
                 process = self._start()
             if process is None:
                 return None if len(grammar) <= UNTRIED else "there is no process in which so large a form is tried"
-            used = _ask(process, grammar)
+            used = _query_process(process, grammar)
             if not used:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(1)
@@ -84,7 +84,7 @@ class Trial:
                 start_new_session=True,  # signals for a group of processes are not for this one
             )
             self._end = weakref.finalize(self, _end, process)
-            if not _ask(process, {**self._vocabulary(), "most": self._most}):
+            if not _query_process(process, {**self._vocabulary(), "most": self._most}):
                 raise OSError("it ended")
         except OSError as error:
             self.close()
@@ -96,7 +96,7 @@ class Trial:
         return process
 
 
-def _ask(process: "subprocess.Popen[bytes]", question: Any) -> bytes:
+def _query_process(process: "subprocess.Popen[bytes]", question: Any) -> bytes:
     """The line that it answers; empty if it ends, or must be ended, before it does."""
     stdin, stdout = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
     clock = threading.Timer(WALL_S, process.kill)
@@ -130,7 +130,7 @@ def _reason(code: int) -> str:
     return next((text for name, text in reasons.items() if code == -getattr(signal, name, 0)), "time or memory")
 
 
-def on_deep_stack(work: Callable[[], T], size: int = 2 * STACK) -> T:
+def run_on_deep_stack(work: Callable[[], T], size: int = 2 * STACK) -> T:
     """The result of ``work``, done on a thread with so many bytes of stack."""
     with ThreadPoolExecutor(1) as pool:
         with _stack_lock:
@@ -145,23 +145,23 @@ def on_deep_stack(work: Callable[[], T], size: int = 2 * STACK) -> T:
 # What follows runs in the process.
 
 
-def _answer_all() -> None:
+def _serve_queries() -> None:
     from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
     vocabulary = json.loads(sys.stdin.readline())
     alphabet = _Alphabet(vocabulary)
     tokenizer = LLTokenizer(TokenizerWrapper(alphabet), n_vocab=vocabulary["size"], eos_token=vocabulary["ends"])
     limits, (work_s, token_s, memory) = LLParserLimits(**vocabulary["limits"]), vocabulary["most"]
-    begun = _sizes()[1]
+    begun = _read_memory_sizes()[1]
     print(0, flush=True)  # noqa: T201 - the parent reads it
     for line in sys.stdin:
         grammar = json.loads(line)
         _limit_memory(memory)
         _limit_work("PROF", work_s)
         with suppress(ValueError):  # what is wrong with it is said where it is compiled
-            _try(grammar, tokenizer, limits, alphabet, token_s)
+            _try_grammar(grammar, tokenizer, limits, alphabet, token_s)
         _limit_work("PROF", 0)
-        print(_sizes()[1] - begun, flush=True)  # noqa: T201
+        print(_read_memory_sizes()[1] - begun, flush=True)  # noqa: T201
 
 
 class _Alphabet:
@@ -183,7 +183,7 @@ class _Alphabet:
         return [self._plain[byte] for byte in data if byte < len(self._plain)]
 
 
-def _try(grammar: str, tokenizer: Any, limits: Any, alphabet: _Alphabet, token_s: float) -> None:
+def _try_grammar(grammar: str, tokenizer: Any, limits: Any, alphabet: _Alphabet, token_s: float) -> None:
     """Compile a grammar and go through some of its texts: a row of the parser may be more than all before it."""
     from llguidance import LLMatcher
 
@@ -215,7 +215,7 @@ def _limit_work(clock: str, seconds: float) -> None:
 
 def _limit_memory(more: int) -> None:
     """Let allocations fail beyond what there is now and ``more`` bytes, where the system counts it."""
-    if size := _sizes()[0]:
+    if size := _read_memory_sizes()[0]:
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -223,7 +223,7 @@ def _limit_memory(more: int) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (size + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _sizes() -> tuple[int, int]:
+def _read_memory_sizes() -> tuple[int, int]:
     """Bytes of this process: of its addresses, and in memory; 0 where the system does not say."""
     try:
         size, resident = Path("/proc/self/statm").read_text().split()[:2]
@@ -238,4 +238,4 @@ if __name__ == "__main__":
         for number in (signal.SIGPROF, signal.SIGVTALRM):  # what starts a process may have set them aside
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    on_deep_stack(_answer_all, STACK)
+    run_on_deep_stack(_serve_queries, STACK)

@@ -4,9 +4,9 @@ A *slot* is what the chance depends on: for a model's draft the position in the 
 matched before it (:func:`match_slots`). Counts fade with each new test of their slot, so that old text counts less.
 
 A draft that was accepted as a block counts as one whose tokens were tested one by one: those that stay passed, the next
-failed, and nothing is known of those behind. That is without a bias, though the tests of a block depend on each other:
+failed, and nothing is known of those after. That is without a bias, though the tests of a block depend on each other:
 how often at least j tokens stay does not depend on how many follow (``sampling/block.py``). So of all drafts that reach
-behind j, whatever their lengths, the share of those that stay up to j-1 and stay up to j too is one number, and
+after j, whatever their lengths, the share of those that stay up to j-1 and stay up to j too is one number, and
 :meth:`RequestAcceptance.reach`, the product of these shares, is how often j tokens stay.
 
 Two levels. :class:`SharedAcceptance` knows all requests of a drafter and is the prior of each;
@@ -125,7 +125,7 @@ def _count(
         fails[slot] = fails[slot] * memory + (place == accepted)
 
 
-def shared_confidence() -> SharedAcceptance:
+def make_shared_confidence() -> SharedAcceptance:
     """What is known of all requests of a drafter."""
     failures = (0.8, 0.65, 0.5, 0.4, 0.3, 0.12, 0.08, 0.04, 0.02, 0.01)  # by slot, before anything was tested
     return SharedAcceptance(len(failures), before=(failures, 2.0))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.learned import LearnedCosts, RoundSeconds, reading_of
+from specexport_runtime.costs.learned import LearnedCosts, RoundSeconds, make_reading_key
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.lookahead import trees
 from specexport_runtime.lookahead.acceptance import GUESS, MAX_MATCH, MODEL_GUESS, NUM_MATCH_SLOTS, match_slots
@@ -81,7 +81,7 @@ class Controller:
         number = self._round.number + 1
         self._round = Round(number, load, self.curves, self._learned, expected=float(load.num_ready))
         for drafter in self._drafters.values():
-            drafter.account.book()
+            drafter.account.record_gain()
 
     def begun(self, num_forced: int) -> None:
         """Drafts begin with so many tokens in this round that are sure to be accepted; called before all stages."""
@@ -104,7 +104,7 @@ class Controller:
         if known.cost is None:
             raise SpecexportError(f"what a step of drafter {drafter!r} costs is not known.")
         rows = [sum([length > depth for length in fixed]) for depth in self._positions]
-        asks = [self._ask(i, drafter, requests[i], limits[i]) for i in waiting]
+        asks = [self._make_candidate(i, drafter, requests[i], limits[i]) for i in waiting]
         stage = Stage(now, drafter, known, requests, asks, rows)
         for rule in DRAFTED:
             rule(stage)
@@ -112,23 +112,23 @@ class Controller:
             can_end = known.traits.can_exit and ask.req.draft_exit is None and ask.req.sampler.is_greedy
             ask.req.sure = ask.memory.sure.begin(ask.least) if can_end and self.curves.has_logits else None
             if ask.count:
-                reason = "probe" if ask.is_probe else self._reason(drafter, ask, limits[ask.index])
+                reason = "probe" if ask.is_probe else self._find_length_reason(drafter, ask, limits[ask.index])
                 goes_on = ask.req.sure is not None and ask.goes_on and not now.is_shorter
                 allowed[ask.index] = Allowed(ask.most if goes_on else ask.count, reason, 1.0 + ask.expected)
                 if reading := stage.catch_up(ask, mended=False):
                     now.catching_up[drafter] = now.catching_up.get(drafter, 0.0) + reading
             ask.req.siblings = ()
-        self._note_quiet(stage)
+        self._record_quiet(stage)
         if total := sum([ask.count for ask in asks]):
             seconds = stage.draft_seconds([ask.count for ask in asks]) + now.verify(total)[-1] - now.verify(0)[0]
             for ask in asks:
                 both = stage.catch_up(ask) + stage.each_round, seconds / total
                 ask.memory.price = (0.0, 0.0) if ask.is_probe else both  # which is paid
         now.grant(asks)
-        self._let_branch(stage)
+        self._allow_branches(stage)
         return allowed
 
-    def _let_branch(self, stage: Stage) -> None:
+    def _allow_branches(self, stage: Stage) -> None:
         """Say how many branches the drafts of a stage may have beside each token.
 
         Where tokens are drawn, these are tested, so that their number is what gives most tokens a second. What a greedy
@@ -144,11 +144,11 @@ class Controller:
         found = []
         for i, ask in enumerate(asks):
             if ask.req.sampler.is_greedy:
-                ask.req.siblings = self._looks(ask.memory, seconds) * ask.most
+                ask.req.siblings = self._choose_copy_branches(ask.memory, seconds) * ask.most
             else:
-                beside = trees.drawn_beside(ask.gains[: ask.count], ask.memory.drafter.branches.failure_rates)
-                found += [trees.Candidate(gain, i, depth) for gain, depth in beside]
-        for _, i, depth in trees.worth_testing(found, now.expected, seconds):
+                beside = trees.list_possible_siblings(ask.gains[: ask.count], ask.memory.drafter.branches.failure_rates)
+                found += [trees.BranchCandidate(gain, i, depth) for gain, depth in beside]
+        for _, i, depth in trees.select_worth_testing(found, now.expected, seconds):
             req, count = asks[i].req, asks[i].count
             siblings = list(req.siblings or [0] * count)
             if sum(siblings) + count < req.tree_size:
@@ -156,22 +156,24 @@ class Controller:
                 now.drafted += 1
             req.siblings = tuple(siblings)
 
-    def look(self, drafter: str, requests: "Sequence[Request]", limits: Sequence[int]) -> None:
+    def allow_copy_branches(self, drafter: str, requests: "Sequence[Request]", limits: Sequence[int]) -> None:
         """Say whether copies are looked at for branches; called before they are made."""
         seconds = self._round.verify(1)
         for req, limit in zip(requests, limits, strict=True):
             if req.adaptive and limit:
-                req.siblings = self._looks(self._memory(drafter, req), seconds) * limit if req.tree_size else ()
+                req.siblings = (
+                    self._choose_copy_branches(self._memory(drafter, req), seconds) * limit if req.tree_size else ()
+                )
 
-    def _looks(self, memory: StageMemory, seconds: Sequence[float]) -> tuple[int, ...]:
+    def _choose_copy_branches(self, memory: StageMemory, seconds: Sequence[float]) -> tuple[int, ...]:
         """Branches beside a token that are looked at: if one could be worth its test, and now and then."""
-        likeliest = trees.Candidate(trees.best_beside(memory.drafter.branches.failure_rates), 0, 0)
-        worth = trees.worth_testing([likeliest], self._round.expected, seconds)
+        likeliest = trees.BranchCandidate(trees.best_branch_chance(memory.drafter.branches.failure_rates), 0, 0)
+        worth = trees.select_worth_testing([likeliest], self._round.expected, seconds)
         return (trees.MAX_BESIDE,) if worth or self._round.number % trees.LOOKED_EVERY == 0 else ()
 
-    def branched(self, requests: "Sequence[Request]", proposals: Sequence[Proposal]) -> list[Proposal]:
+    def choose_branches(self, requests: "Sequence[Request]", proposals: Sequence[Proposal]) -> list[Proposal]:
         """Drafts with the branches worth their tests; all that were drawn stay, and all of requests not adaptive."""
-        now, found, best = self._round, list[trees.Candidate](), list(proposals)
+        now, found, best = self._round, list[trees.BranchCandidate](), list(proposals)
         drafted, expected = 0, float(now.load.num_ready)
         for i, (req, proposal) in enumerate(zip(requests, proposals, strict=True)):
             memory = self._stages.get(req, _NO_STAGES).get(proposal.drafter)
@@ -186,7 +188,7 @@ class Controller:
                 drafted += len(proposal.branches)
             elif proposal.branches:
                 best[i] = proposal._replace(branches=())
-                reached = trees.reach_of_tokens(proposal, reach)
+                reached = trees.compute_token_reach(proposal, reach)
                 found += trees.candidates(i, proposal, reached, memory.drafter.branches.failure_rates)
         if not found:
             return best
@@ -194,11 +196,11 @@ class Controller:
         spent = sum([self._draft_seconds(name, requests, proposals) for name in {each.drafter for each in proposals}])
         seconds = [target + spent for target in now.verify(len(found))]
         kept = [set[int]() for _ in requests]
-        for _, i, place in trees.worth_testing(found, expected, seconds):
+        for _, i, place in trees.select_worth_testing(found, expected, seconds):
             if len(kept[i]) < requests[i].tree_size - proposals[i].num_own:
                 kept[i].add(place)
         return [
-            trees.with_branches(proposals[i], places) if places else proposal
+            trees.keep_branches(proposals[i], places) if places else proposal
             for i, (proposal, places) in enumerate(zip(best, kept, strict=True))
         ]
 
@@ -221,12 +223,12 @@ class Controller:
             if not req.adaptive or proposal.distributions is not None:  # what was drawn is tested, all of it
                 now.drafted += proposal.num_own
             elif proposal.num_own:
-                asks.append(self._ask(i, drafter, req, proposal.num_own, proposal.match_length))
+                asks.append(self._make_candidate(i, drafter, req, proposal.num_own, proposal.match_length))
         stage = Stage(now, drafter, self._known[drafter], requests, asks)
         for rule in COPIED:
             rule(stage)
         for ask in asks:
-            if ask.count and self._yields(stage, ask):
+            if ask.count and self._is_beaten_by_later(stage, ask):
                 ask.count = 0
             place = len(proposals[ask.index].forced)
             ask.memory.shadow = None if ask.count else (proposals[ask.index].tokens[place], place)
@@ -259,22 +261,22 @@ class Controller:
         if any(proposal.error is not None for proposal in proposals):
             return
         lengths = [proposal.num_own for proposal in proposals]
-        step = Stage(now, drafter, self._known[drafter], drafting, []).draft_step(len(drafting), mended=False)
+        step = Stage(now, drafter, self._known[drafter], drafting, []).draft_step_seconds(len(drafting), mended=False)
         promised = sum([step[sum([length > depth for length in lengths])] for depth in range(max(lengths))])
         if reading <= _HARDLY * promised:
             now.draft_seconds[drafter] = promised + reading, seconds
         else:
             now.readings[drafter] = reading, self._learned.draft_ratio(drafter, rows) * promised, seconds
 
-    def took(self, drafted: int, seconds: float) -> None:
+    def record_verify_seconds(self, drafted: int, seconds: float) -> None:
         """A round is over, and all its drafts were observed; verification of ``drafted`` draft tokens took so long."""
         now, rows = self._round, self._round.load.num_rows
         watched = self._is_watching or now.draft_seconds or now.readings
         if watched and not now.load.prompt_tokens:
             taken = RoundSeconds(rows, drafted, now.promised, seconds, now.draft_seconds)
             for name, (reading, steps, all_of_it) in now.readings.items():
-                mended = self._learned.draft_ratio(reading_of(name), rows) * reading
-                now.draft_seconds[reading_of(name)] = reading, all_of_it * mended / (mended + steps)
+                mended = self._learned.draft_ratio(make_reading_key(name), rows) * reading
+                now.draft_seconds[make_reading_key(name)] = reading, all_of_it * mended / (mended + steps)
             self._learned.observe(taken)
         self._learned.adopt()
 
@@ -283,7 +285,7 @@ class Controller:
 
         Called once a round. Its tokens, of which there were ``before``, already end with what the round gave it.
         """
-        own, failed = proposal.own_tests(accepted)
+        own, failed = proposal.count_own_tests(accepted)
         for name, memory in self._stages.get(request, _NO_STAGES).items():
             if memory.shadow is not None:
                 token, place = memory.shadow
@@ -301,11 +303,11 @@ class Controller:
                 plain, (reading, each) = self._round.plain, memory.price
                 gained = own / self._round.load.num_ready - each * proposal.num_own / plain
                 memory.drafter.account.settle(0.0 if is_new else reading / plain, gained)
-                memory.tested(self._round.number, passed=own > 0)
+                memory.record_test(self._round.number, passed=own > 0)
                 if self._known[name].traits.has_own_cache:
                     memory.read = min(before + min(proposal.last_own, accepted), len(request.tokens) - 1)
 
-    def restarted(self, request: "Request") -> None:
+    def record_pause(self, request: "Request") -> None:
         """A request was paused: what drafters had read of it may be gone."""
         self._quiet.clear()
         for memory in self._stages.get(request, _NO_STAGES).values():
@@ -316,7 +318,9 @@ class Controller:
         now, number = self._round, self._round.number
         return self._learns and (number <= _WATCHED or not number % _WATCH_EVERY or now.is_shorter or now.has_probe)
 
-    def _ask(self, index: int, drafter: str, req: "Request", limit: int, matched: int | None = None) -> DraftCandidate:
+    def _make_candidate(
+        self, index: int, drafter: str, req: "Request", limit: int, matched: int | None = None
+    ) -> DraftCandidate:
         """What a request may draft, and what is expected of it. ``matched``: tokens before a copy."""
         most = min(limit, self._known[drafter].traits.max_lookahead or limit)
         memory = self._memory(drafter, req)
@@ -349,7 +353,7 @@ class Controller:
             return None
         return Stage(self._round, drafter, known, [req], [DraftCandidate(0, req, memory, most, list(gains[:most]))])
 
-    def _yields(self, copy: Stage, ask: DraftCandidate) -> bool:
+    def _is_beaten_by_later(self, copy: Stage, ask: DraftCandidate) -> bool:
         """Whether a drafter that comes later in the plan promises more tokens a second than a copy that is there."""
         *_, (_, copied) = copy.rates(ask, gains=ask.gains[: ask.count])
         names = [name for name, _ in ask.req.draft_plan]
@@ -361,7 +365,7 @@ class Controller:
                     return True
         return False
 
-    def _note_quiet(self, stage: Stage) -> None:
+    def _record_quiet(self, stage: Stage) -> None:
         """Remember that no drafter drafts."""
         drafter, asks = stage.name, stage.asks
         if self._round.is_shorter or any(ask.count or not ask.req.num_generated for ask in asks):
@@ -373,22 +377,22 @@ class Controller:
             ask.req.stats.unused[drafter] = max(told, (best, ask.memory.drafter.account.balance))
         number = self._round.number
         until = min([number + _QUIET, *[max(ask.memory.due, number + _REFUSED) for ask in asks]])
-        self._quiet[drafter] = self._circumstances(drafter), until, WeakSet(ask.req for ask in asks)
+        self._quiet[drafter] = self._make_decision_key(drafter), until, WeakSet(ask.req for ask in asks)
 
     def _is_quiet(self, drafter: str, waiting: "Sequence[Request]") -> bool:
         """Whether it was decided in the same circumstances that no drafter drafts: most rounds of a useless one."""
         circumstances, until, members = self._quiet.get(drafter, ((), 0, ()))
-        if self._round.number >= until or circumstances != self._circumstances(drafter):
+        if self._round.number >= until or circumstances != self._make_decision_key(drafter):
             return False
         return all(req in members for req in waiting)
 
-    def _circumstances(self, drafter: str) -> tuple[int, ...]:
+    def _make_decision_key(self, drafter: str) -> tuple[int, ...]:
         """What a decision depends on besides the request's own tests."""
         load, version = self._round.load, self._learned.version
         seen = sum([each.shared.version for key, each in self._drafters.items() if key.split("/")[0] == drafter])
         context = load.kv_entries // (load.num_rows * _BUCKET)
         return seen, load.num_rows, load.num_tokens, load.num_soon, context, self._round.drafted, version
 
-    def _reason(self, drafter: str, ask: DraftCandidate, limit: int) -> LengthReason:
+    def _find_length_reason(self, drafter: str, ask: DraftCandidate, limit: int) -> LengthReason:
         own = next(lookahead for name, lookahead in ask.req.draft_plan if name == drafter)
         return "room" if ask.count == ask.most and limit < own else "goodput"

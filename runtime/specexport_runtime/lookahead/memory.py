@@ -11,9 +11,9 @@ from specexport_runtime.lookahead.acceptance import (
     Confidence,
     RequestAcceptance,
     SharedAcceptance,
-    shared_confidence,
+    make_shared_confidence,
 )
-from specexport_runtime.lookahead.trees import shared_chances
+from specexport_runtime.lookahead.trees import make_shared_chances
 from specexport_runtime.requests.records import Proposal
 
 # Judged by test_replay.py's modelled seconds: the mean and the worst, of all its cases or a part.
@@ -37,8 +37,8 @@ class DrafterMemory:
     """
 
     def __init__(self, num_slots: int, guess: float = GUESS, *, kept: Any = None) -> None:
-        self.shared, self.sure = SharedAcceptance(num_slots, guess), shared_confidence()
-        self.branches = shared_chances()
+        self.shared, self.sure = SharedAcceptance(num_slots, guess), make_shared_confidence()
+        self.branches = make_shared_chances()
         self.account = DraftAccount()
         with contextlib.suppress(KeyError, TypeError, ValueError):
             tests, fails, balance = kept["tests"], kept["fails"], float(kept["account"])
@@ -67,15 +67,15 @@ class DraftAccount:
     def __init__(self) -> None:
         self.balance = _START
 
-    def book(self, rounds: float = _SHARE) -> None:
+    def record_gain(self, rounds: float = _SHARE) -> None:
         """So much was gained, or lost if it is negative."""
         self.balance = min(max(self.balance + rounds, _LEAST), _MOST)
 
     def settle(self, reading: float, gained: float) -> None:
         """A draft was tested. Reading is a risk; what drafts lose teaches, and takes no more than was gained."""
-        self.book(max(gained, -max(self.balance, 0.0)) - reading)
+        self.record_gain(max(gained, -max(self.balance, 0.0)) - reading)
 
-    def affords(self, rounds: float = 0.0) -> bool:
+    def can_afford(self, rounds: float = 0.0) -> bool:
         """Whether it may try something that loses so much at most."""
         return self.balance >= min(rounds, _MOST) and rounds <= -_LEAST
 
@@ -95,12 +95,12 @@ class StageMemory:
         self.looked: Proposal | None = None  # with all branches that there were to choose from in this round
         self.copied: tuple[int, Sequence[float]] = (-1, ())  # the last copy's round and chances, for a trace
 
-    def probes(self, now: int, lost: float) -> None:
+    def record_probe(self, now: int, lost: float) -> None:
         """It tries a token, which loses so many rounds if it fails."""
         self.is_probing, self.due = True, now + _WAIT
-        self.drafter.account.book(-lost)
+        self.drafter.account.record_gain(-lost)
 
-    def tested(self, now: int, *, passed: bool) -> None:
+    def record_test(self, now: int, *, passed: bool) -> None:
         """Its draft was tested. One that does not pay is tried again later, at once if it was a probe that passed."""
         self.passed, self.is_probing = self.is_probing and passed, False
         self.due = now + (1 if self.passed else _WAIT)

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.learned import LearnedCosts, reading_of
+from specexport_runtime.costs.learned import LearnedCosts, make_reading_key
 from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.lookahead.memory import StageMemory
 from specexport_runtime.requests.records import StepLoad
@@ -110,7 +110,7 @@ class Stage:
         """Who is not out."""
         return [ask for ask in self.asks if not ask.is_out]
 
-    def draft_step(self, most: int, load: StepLoad | None = None, *, mended: bool = True) -> list[float]:
+    def draft_step_seconds(self, most: int, load: StepLoad | None = None, *, mended: bool = True) -> list[float]:
         """Seconds of one draft step with 0 (none at all), 1, … ``most`` rows, by size or by what was learned too."""
         load, cost = load or self.round.load, self.drafter.cost
         if cost is None:
@@ -123,7 +123,7 @@ class Stage:
         """Seconds of the draft steps of rows that draft so many tokens each, besides those that draft anyway."""
         if self.drafter.cost is None:
             return 0.0
-        step, fixed = self.draft_step(len(self.requests)), [*self.fixed, *[0] * max(lengths)]
+        step, fixed = self.draft_step_seconds(len(self.requests)), [*self.fixed, *[0] * max(lengths)]
         active = [fixed[depth] + sum([length > depth for length in lengths]) for depth in range(max(lengths))]
         return sum([step[rows] for rows in active])
 
@@ -132,7 +132,7 @@ class Stage:
         if self.drafter.cost is None or not self.drafter.traits.has_own_cache:
             return 0.0
         rows, learned = self.round.load.num_rows, self.round.learned
-        ratio = learned.draft_ratio(reading_of(self.name), rows) if mended else 1.0
+        ratio = learned.draft_ratio(make_reading_key(self.name), rows) if mended else 1.0
         return ratio * self.drafter.cost.catch_up_seconds(len(ask.req.tokens) - ask.memory.read)
 
     @property
@@ -152,7 +152,7 @@ class Stage:
         """Tokens, and tokens a second, that drafts of one token, of two and so on promise, if all rows do the same."""
         step, gains = load or self.round.load.decoding, ask.gains if gains is None else gains
         rows = step.num_rows
-        each = self.draft_step(rows, step)[rows]
+        each = self.draft_step_seconds(rows, step)[rows]
         target = self.round.verify(rows * len(gains), step)
         seconds, expected = self.price(ask) * rows, 1.0
         for depth, gain in enumerate(gains, 1):

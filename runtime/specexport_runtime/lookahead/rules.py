@@ -29,13 +29,13 @@ _BEST = 0.95
 Rule = Callable[[Stage], None]
 
 
-def prompts_are_read_first(stage: Stage) -> None:
+def exclude_unread_prompts(stage: Stage) -> None:
     """Nobody drafts whose prompt has just ended: its first token is not there yet."""
     for ask in stage.asks:
         ask.is_out |= not ask.req.num_generated or not ask.most
 
 
-def nothing_is_read_in_vain(stage: Stage) -> None:
+def exclude_unprofitable_reading(stage: Stage) -> None:
     """Who has yet to read a request looks ahead to the full step, and back at what such drafts gained so far.
 
     What pays for a few rows may not pay for many, and what paid for other texts may not pay for those of today.
@@ -45,15 +45,15 @@ def nothing_is_read_in_vain(stage: Stage) -> None:
     for ask in stage.candidates if stage.drafter.traits.has_own_cache else ():
         if not ask.memory.read:
             pays = full is None or any(rate > least for _, rate in stage.rates(ask, full))
-            ask.is_out = not pays or not ask.memory.drafter.account.affords()
+            ask.is_out = not pays or not ask.memory.drafter.account.can_afford()
 
 
-def most_tokens_a_second(stage: Stage) -> None:
+def maximize_tokens_per_second(stage: Stage) -> None:
     """The lengths that give the step most expected tokens a second, or none."""
     asks, now = stage.candidates, stage.round
     for ask in asks:
         ask.entry = stage.price(ask)
-    draft = None if stage.drafter.cost is None else stage.draft_step(len(stage.requests))
+    draft = None if stage.drafter.cost is None else stage.draft_step_seconds(len(stage.requests))
     target = now.verify(sum([ask.most for ask in asks]))
     counts, rate = allocate(
         [ask.gains for ask in asks],
@@ -73,7 +73,7 @@ def most_tokens_a_second(stage: Stage) -> None:
             ask.least = [worth * (step + token) for token in tokens]
 
 
-def the_unknown_is_tried(stage: Stage) -> None:
+def try_unknown_drafters(stage: Stage) -> None:
     """A drafter whose drafts or steps have hardly been seen, and that would pay if it is good, drafts a little."""
     full = stage.round.load.when_full()
     least = (1 + _WORTH_READING) * stage.round.plain_rate(full)
@@ -85,31 +85,34 @@ def the_unknown_is_tried(stage: Stage) -> None:
                 ask.count = max(ask.count, len(hoped))
 
 
-def shorter_tells_more(stage: Stage) -> None:
+def shorten_to_learn(stage: Stage) -> None:
     """Where all steps have as many draft tokens, what one adds cannot be told: now and then there are fewer."""
     now = stage.round
-    if now.learned.wants_shorter(now.load.num_rows):
+    if now.learned.needs_shorter_draft(now.load.num_rows):
         now.is_shorter = True
         for ask in stage.candidates:
             ask.count //= 2
 
 
-def probes_are_cheap(stage: Stage) -> None:
+def allow_cheap_probes(stage: Stage) -> None:
     """Requests that draft nothing try one token, if it is time, and what earlier drafts gained or lost allows it."""
     asks, now = stage.candidates, stage.round
     due = [ask for ask in asks if not ask.count and ask.memory.due <= now.number]
     if not due:
         return
-    target, draft = now.verify(sum([ask.count for ask in asks]) + len(due)), stage.draft_step(len(stage.requests))
+    target, draft = (
+        now.verify(sum([ask.count for ask in asks]) + len(due)),
+        stage.draft_step_seconds(len(stage.requests)),
+    )
     for ask in due:
         taken = sum([each.count for each in asks])
         rows = (stage.fixed[0] if stage.fixed else 0) + sum([each.count > 0 for each in asks])
         cost, reading = target[taken + 1] - target[taken] + draft[rows + 1] - draft[rows], stage.catch_up(ask)
         lost = (cost + reading + stage.each_round) / now.plain
-        affords = ask.memory.drafter.account.affords(lost) and (not reading or _could_pay(stage, ask))
-        if affords or (ask.memory.passed and not reading):
+        can_afford = ask.memory.drafter.account.can_afford(lost) and (not reading or _could_pay(stage, ask))
+        if can_afford or (ask.memory.passed and not reading):
             ask.count, ask.is_probe, now.has_probe = 1, True, True
-            ask.memory.probes(now.number, lost)
+            ask.memory.record_probe(now.number, lost)
 
 
 def _could_pay(stage: Stage, ask: DraftCandidate) -> bool:
@@ -120,15 +123,15 @@ def _could_pay(stage: Stage, ask: DraftCandidate) -> bool:
 
 
 DRAFTED: tuple[Rule, ...] = (
-    prompts_are_read_first,
-    nothing_is_read_in_vain,
-    most_tokens_a_second,
-    the_unknown_is_tried,
-    shorter_tells_more,
-    probes_are_cheap,
+    exclude_unread_prompts,
+    exclude_unprofitable_reading,
+    maximize_tokens_per_second,
+    try_unknown_drafters,
+    shorten_to_learn,
+    allow_cheap_probes,
 )
 """For drafters that take time, in order."""
-COPIED: tuple[Rule, ...] = (most_tokens_a_second,)
+COPIED: tuple[Rule, ...] = (maximize_tokens_per_second,)
 """For copies that are there already."""
 
 

@@ -29,24 +29,24 @@ first, second and third that was drawn, if all before it failed."""
 _WEIGHT = 4.0
 
 
-def shared_chances() -> SharedAcceptance:
+def make_shared_chances() -> SharedAcceptance:
     """What is known of branches of all requests of a drafter."""
     return SharedAcceptance(len(_MISSES), before=(_MISSES, _WEIGHT))
 
 
-def slot_of(branch: Branch, elder: int = 0) -> int:
+def find_slot(branch: Branch, elder: int = 0) -> int:
     """What a branch's chance goes by; ``elder`` of its siblings were drawn before it, besides the draft's own token."""
     if branch.distribution is None and branch.ratio is not None:
         return bisect_right(_RATIOS, branch.ratio)
     return len(_RATIOS) + 1 + min(elder, MAX_BESIDE - 1)
 
 
-def best_beside(misses: Sequence[float]) -> float:
+def best_branch_chance(misses: Sequence[float]) -> float:
     """Chance of the branch beside a token that is likeliest to be taken."""
     return 1.0 - min(misses[: len(_RATIOS)])
 
 
-class Candidate(NamedTuple):
+class BranchCandidate(NamedTuple):
     """A branch that may be tested."""
 
     gain: float  # chance that the text comes to it and takes it
@@ -54,17 +54,19 @@ class Candidate(NamedTuple):
     place: int  # among the branches of its draft
 
 
-def candidates(request: int, proposal: Proposal, reach: Sequence[float], misses: Sequence[float]) -> list[Candidate]:
+def candidates(
+    request: int, proposal: Proposal, reach: Sequence[float], misses: Sequence[float]
+) -> list[BranchCandidate]:
     """All branches of a draft, whose chain is accepted up to its tokens with the chances ``reach``."""
-    chain, found = len(proposal.tokens), list[Candidate]()
+    chain, found = len(proposal.tokens), list[BranchCandidate]()
     for place, branch in enumerate(proposal.branches):
         parent = branch.parent
         before = 1.0 if parent < 0 else reach[parent] if parent < chain else found[parent - chain].gain
-        found.append(Candidate(before * (1.0 - misses[slot_of(branch)]), request, place))
+        found.append(BranchCandidate(before * (1.0 - misses[find_slot(branch)]), request, place))
     return found
 
 
-def reach_of_tokens(proposal: Proposal, reach: Sequence[float]) -> list[float]:
+def compute_token_reach(proposal: Proposal, reach: Sequence[float]) -> list[float]:
     """Chance that each token of a draft is accepted; ``reach`` are those of its own, and a forced one is sure."""
     own, chances, last = iter(reach), list[float](), 1.0
     for place in range(len(proposal.tokens)):
@@ -73,7 +75,7 @@ def reach_of_tokens(proposal: Proposal, reach: Sequence[float]) -> list[float]:
     return chances
 
 
-def with_branches(proposal: Proposal, places: Collection[int]) -> Proposal:
+def keep_branches(proposal: Proposal, places: Collection[int]) -> Proposal:
     """A draft with some of its branches, whose parents are among them."""
     chain, moved, kept = len(proposal.tokens), dict[int, int](), list[Branch]()
     for place in sorted(places):
@@ -83,7 +85,9 @@ def with_branches(proposal: Proposal, places: Collection[int]) -> Proposal:
     return proposal._replace(branches=tuple(kept))
 
 
-def worth_testing(found: Sequence[Candidate], expected: float, seconds: Sequence[float]) -> list[Candidate]:
+def select_worth_testing(
+    found: Sequence[BranchCandidate], expected: float, seconds: Sequence[float]
+) -> list[BranchCandidate]:
     """Of candidates, those that a step gives most tokens a second with; ``seconds`` of it with 0, 1, … of them."""
     ordered = sorted(found, key=lambda each: (-each.gain, each.request, each.place))
     best, count = (1.0 + _MARGIN) * expected / seconds[0], 0
@@ -94,7 +98,7 @@ def worth_testing(found: Sequence[Candidate], expected: float, seconds: Sequence
     return ordered[:count]
 
 
-def drawn_beside(reach: Sequence[float], misses: Sequence[float]) -> list[tuple[float, int]]:
+def list_possible_siblings(reach: Sequence[float], misses: Sequence[float]) -> list[tuple[float, int]]:
     """Chance of being taken, and depth, of each sibling that could be drawn beside a chain with the chances ``reach``.
 
     Those of one depth fall, for each is tested only where all before it failed.
@@ -121,13 +125,13 @@ def observe(chances: SharedAcceptance, request: "Request", proposal: Proposal, b
         text = request.tokens[before : before + len(path)]
         if len(text) < len(path) or text[:-1] != path[:-1]:
             continue
-        slot, taken = slot_of(branch, elder), text[-1] == path[-1]
+        slot, taken = find_slot(branch, elder), text[-1] == path[-1]
         if branch.distribution is not None and not taken and text[-1] in _drawn_before(proposal, branch.parent, elder):
             continue  # it was not tested
         chances.observe([slot], int(taken), rejected=not taken)
 
 
 def _drawn_before(proposal: Proposal, parent: int, elder: int) -> list[int]:
-    """The tokens that stand beside the branch behind ``elder`` others of its parent's, before it."""
+    """The tokens that stand beside the branch after ``elder`` others of its parent's, before it."""
     chain = [proposal.tokens[parent + 1]] if parent + 1 < len(proposal.tokens) else []
     return chain + [branch.token for branch in proposal.branches if branch.parent == parent][:elder]

@@ -40,7 +40,7 @@ class RowWork(NamedTuple):
     tokens: Sequence[int]  # in order; empty for a row that sits the step out
     num_logits: int  # how many of the last tokens need logits
     features: Float32Array | None = None  # of a draft head, [n, E]: comes with the tokens; None gives zeros
-    # How many of the row's last tokens behind this step are drafts: they may not enter a state. Drafts of earlier steps
+    # How many of the row's last tokens after this step are drafts: they may not enter a state. Drafts of earlier steps
     # count too, until they are verified.
     drafts: int = 0
     adapter: int | None = None  # the tokens' own, from 1; 0 for none, None for the executor's default
@@ -102,7 +102,7 @@ def _fill_rows(buffer: Float32Array | Int64Array, work: Sequence[RowWork], value
         start += len(row.tokens)
 
 
-def _put_parents_back(work: Sequence[RowWork], buffers: StepBuffers) -> None:
+def _restore_parents(work: Sequence[RowWork], buffers: StepBuffers) -> None:
     """After a step with trees each token's parent is the one before it again."""
     if buffers.parents is not None and any(row.parents for row in work):
         buffers.parents.fill(1)
@@ -120,7 +120,7 @@ def _fill_parents(buffers: StepBuffers, work: Sequence[RowWork]) -> None:
             buffers.positions[token] = buffers.positions[token - distance] + 1
 
 
-def _wanted(asks: Sequence[RowAsk]) -> Sequence[RowAsk]:
+def _drop_greedy_asks(asks: Sequence[RowAsk]) -> Sequence[RowAsk]:
     """What is asked of rows; nothing where the greedy tokens will do."""
     return asks if any(ask is not NOTHING for ask in asks) else ()
 
@@ -160,7 +160,7 @@ class ModelRunner:
         # Whether row memory that is of no use can go back to the system.
         self.gives_back = executor.gives_back and unpad_kv and not executor.borrows_cache
         self._recedes = executor.recedes and unpad_kv
-        # Of the text in each row's memory: a sequence can go on from it only behind so many tokens.
+        # Of the text in each row's memory: a sequence can go on from it only after so many tokens.
         self._floors, self._state_lens = [0] * executor.num_rows, [0] * executor.num_rows
 
     @property
@@ -168,12 +168,12 @@ class ModelRunner:
         """Whether each row has its own write position."""
         return not isinstance(self.kv, PaddedKvArena)
 
-    def least_len(self, row: int) -> int:
+    def min_reusable_len(self, row: int) -> int:
         """Tokens of the text in a row's memory that another must share to go on from it: a state cannot go back."""
         return max(self._floors[row], self._state_lens[row])
 
-    def go_on(self, row: int, count: int) -> None:
-        """Go on in an empty row behind ``count`` tokens of the text in its memory, :meth:`least_len` or more."""
+    def resume_row(self, row: int, count: int) -> None:
+        """Go on in an empty row after ``count`` tokens of the text in its memory, :meth:`min_reusable_len` or more."""
         self.kv.restore(row, count, self._state_lens[row])
 
     def step_rows(self, first_row: int, work: Sequence[RowWork]) -> LogitRows:
@@ -185,9 +185,9 @@ class ModelRunner:
             for start, row in zip(self.logit_starts, work, strict=True):
                 asks[start : start + len(row.asks)] = row.asks
         try:
-            return self.executor.execute_rows(_wanted(asks))
+            return self.executor.execute_rows(_drop_greedy_asks(asks))
         finally:
-            _put_parents_back(work, buffers)
+            _restore_parents(work, buffers)
 
     def step(self, first_row: int, work: Sequence[RowWork], want: Want = "logits") -> StepOutput:
         """Run one packed step of consecutive rows, with at least one token and one logit row in all.
@@ -200,7 +200,7 @@ class ModelRunner:
         try:
             return self.executor.execute(want)
         finally:
-            _put_parents_back(work, buffers)
+            _restore_parents(work, buffers)
 
     @property
     def chains(self) -> bool:
@@ -216,7 +216,7 @@ class ModelRunner:
         """
         count = len(asks)
         buffers = self._pack(first_row, work)
-        self.executor.enqueue(fed=False, asks=_wanted(asks[0]))
+        self.executor.enqueue(fed=False, asks=_drop_greedy_asks(asks[0]))
         active = [row for row, given in enumerate(work, start=first_row) if given.tokens]
         for row in active:
             self.kv.commit(row, self.kv.kv_len(row) + len(work[row - first_row].tokens))
@@ -224,13 +224,13 @@ class ModelRunner:
             work = [given._replace(tokens=(PADDING_TOKEN,)) if given.tokens else given for given in work]
             buffers = self._pack(first_row, work)
             self.kv.write(first_row, [count - 1 if given.tokens else 1 for given in work])
-            self.executor.enqueue(fed=True, asks=_wanted(asks[1]))
+            self.executor.enqueue(fed=True, asks=_drop_greedy_asks(asks[1]))
         grown = np.array([[len(given.tokens)] for given in work], np.int32)
         for asked in asks[2:]:  # the same step, one entry further
             for lengths in (buffers.kv_lens, buffers.row_totals):
                 np.add(lengths, grown, out=lengths)
             np.add(buffers.positions, 1, out=buffers.positions)
-            self.executor.enqueue(fed=True, asks=_wanted(asked))
+            self.executor.enqueue(fed=True, asks=_drop_greedy_asks(asked))
         for row in active if count > 1 else ():
             self.kv.commit(row, self.kv.kv_len(row) + count - 1)
         return self.executor.collect()
@@ -349,7 +349,7 @@ class ModelRunner:
                 self.executor.copy_row(source, destination, count, self._floors[source])
             else:
                 self.executor.move_row(source, destination, count)
-            self.kv.touch(destination, count)
+            self.kv.mark_written(destination, count)
             self._note_copy(source, destination)
         self.kv.move(source, destination)
 
@@ -357,7 +357,7 @@ class ModelRunner:
         """Copy a row's first ``count`` entries to another, no length changes; SpecexportError if it cannot copy."""
         if count and source != destination:
             self.executor.copy_row(source, destination, count, self._floors[source])
-            self.kv.touch(destination, count)
+            self.kv.mark_written(destination, count)
             self._note_copy(source, destination)
 
     def _note_copy(self, source: int, destination: int) -> None:
@@ -371,12 +371,12 @@ class ModelRunner:
             for each in (self._floors, self._state_lens):
                 each[one], each[other] = each[other], each[one]
             for row, count in zip((one, other), counts[::-1], strict=True):
-                self.kv.touch(row, count)
+                self.kv.mark_written(row, count)
                 if self.gives_back:
-                    self.kv.untouch(row, count)
+                    self.kv.mark_released(row, count)
 
     def keep_path(self, row: int, kv_len: int, places: Sequence[int]) -> int:
-        """Commit ``kv_len`` entries, and those of a path at ascending ``places`` behind; how many were moved."""
+        """Commit ``kv_len`` entries, and those of a path at ascending ``places`` after; how many were moved."""
         still = next((i for i, place in enumerate(places) if place != i), len(places))
         if still < len(places):
             entries = np.array(places[still:], np.int64) + kv_len
@@ -388,12 +388,12 @@ class ModelRunner:
         """Bytes of memory that the first ``entries`` of a row take; 0 where that is not known."""
         return self.executor.row_bytes(entries)
 
-    def give_back(self, row: int, kept: int) -> None:
+    def release_pages(self, row: int, kept: int) -> None:
         """Give the memory of all but the first ``kept`` entries of a row back to the system, where that can be."""
         if self.gives_back and self.kv.touched(row) > kept:
             if self.row_bytes(self.kv.touched(row)) > self.row_bytes(kept):
-                self.executor.give_back(row, kept)
-            self.kv.untouch(row, kept)
+                self.executor.release_pages(row, kept)
+            self.kv.mark_released(row, kept)
 
     def forget_row(self, row: int) -> None:
         """Free ``row``; its memory stays as it is."""

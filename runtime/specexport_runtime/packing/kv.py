@@ -20,7 +20,7 @@ accepted, they enter the state at the beginning of the row's next step. ::
           0        state_at                        written
 
 A target that drafts with its own layers reads what is pending in each draft step, and settles nothing of it: what a
-draft step reads is pending behind that, until the verify step drops it and settles what was accepted.
+draft step reads is pending after that, until the verify step drops it and settles what was accepted.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class KvArena:
         return sum(self._kv_lens)
 
     def entries(self, row: int) -> int:
-        """Cache entries that the next step of ``row`` writes behind: its committed ones."""
+        """Cache entries that the next step of ``row`` writes after: its committed ones."""
         return self._kv_lens[row]
 
     def write(self, first_row: int, counts: Sequence[int]) -> None:
@@ -78,11 +78,11 @@ class KvArena:
         """Entries of ``row`` that any sequence wrote to since its memory went back to the system."""
         return self._touched[row]
 
-    def touch(self, row: int, entries: int) -> None:
+    def mark_written(self, row: int, entries: int) -> None:
         """The first ``entries`` of ``row`` were written to."""
         self._touched[row] = max(self._touched[row], entries)
 
-    def untouch(self, row: int, kept: int) -> None:
+    def mark_released(self, row: int, kept: int) -> None:
         """The memory of all but the first ``kept`` entries of ``row`` went back to the system."""
         self._touched[row] = min(self._touched[row], kept)
 
@@ -192,7 +192,7 @@ class PaddedKvArena(KvArena):
             self.kv_positions[row, start : start + count] = np.arange(kv_len, kv_len + count)
             self.kv_positions[row, start + count :] = PADDING
             self._written[row] = start + count
-            self.touch(row, start + count)
+            self.mark_written(row, start + count)
 
     def commit(self, row: int, kv_len: int) -> None:
         """Make ``kv_len`` tokens of ``row`` committed; entries of later tokens become padding or free."""
@@ -241,7 +241,7 @@ class StateArena(KvArena):
         """What the next step does with the states of its rows, ``abi.STATE_STEPS`` [B, 4].
 
         ``given`` has each row's new tokens, and how many of its last tokens are drafts; None lets nothing enter.
-        SpecexportError if a row would go back behind its state, or keep too many drafts.
+        SpecexportError if a row would go back after its state, or keep too many drafts.
         """
         steps = np.zeros((len(given), 4), np.int64)
         for row, (count, drafts) in enumerate(given, start=first_row):
@@ -251,7 +251,7 @@ class StateArena(KvArena):
             for_good = at if drafts is None else known + count - drafts
             if known < at or for_good < at or known + count - for_good > self.num_pending:
                 raise SpecexportError(
-                    f"row {row} has {known} tokens and a state behind {at}; a step of {count} tokens would leave "
+                    f"row {row} has {known} tokens and a state after {at}; a step of {count} tokens would leave "
                     f"{known + count - for_good} drafts, and {self.num_pending} can wait."
                 )
             settled = min(for_good, known) - at

@@ -87,11 +87,11 @@ async def describe(request: Request) -> dict[str, Any]:
         "chat": engine.has_chat_template,
         "max_speculative_tokens": engine.lookahead,
         "auto": engine.cost_curves is not None,
-        **_drafting(engine),
+        **_describe_drafting(engine),
     }
 
 
-def _name_of(stages: list[str], *, adaptive: bool) -> str | None:
+def _name_plan(stages: list[str], *, adaptive: bool) -> str | None:
     """What a request would call a plan of these stages."""
     if stages and KINDS[stages[0]].traits.remembers and (adaptive or len(stages) > 1):
         return "auto"
@@ -100,7 +100,7 @@ def _name_of(stages: list[str], *, adaptive: bool) -> str | None:
     return stages[0] if stages else None
 
 
-def _drafting(engine: SpecEngine) -> dict[str, Any]:
+def _describe_drafting(engine: SpecEngine) -> dict[str, Any]:
     """Drafters with the K that they take if none is asked for, or why they are not to be had; which one is default."""
     drafters: list[dict[str, Any]] = []
     for name in engine.drafters:
@@ -117,7 +117,7 @@ def _drafting(engine: SpecEngine) -> dict[str, Any]:
     names = [stage.drafter for stage in default.stages]
     return {
         "drafters": drafters,
-        "default_drafter": _name_of(names, adaptive=default.adaptive),
+        "default_drafter": _name_plan(names, adaptive=default.adaptive),
         "default_num_speculative_tokens": (
             "auto" if default.adaptive else default.stages[-1].lookahead if names else None
         ),

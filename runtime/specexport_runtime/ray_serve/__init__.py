@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from specexport_runtime.errors import MissingDependencyError, SpecexportError, pip_install
-from specexport_runtime.ray_serve.replica import at_proxy
+from specexport_runtime.errors import MissingDependencyError, SpecexportError, make_install_hint
+from specexport_runtime.ray_serve.replica import use_proxy_address
 from specexport_runtime.ray_serve.settings import RaySettings, parse_settings
 
 __all__ = ["RaySettings", "build_app", "deploy", "parse_settings"]
@@ -35,7 +35,7 @@ def build_app(args: Mapping[str, Any]) -> Any:
     _check_ray()
     from specexport_runtime.ray_serve.deployments import make_application
 
-    return make_application(replace(settings, server=at_proxy(settings.server)))
+    return make_application(replace(settings, server=use_proxy_address(settings.server)))
 
 
 def deploy(args: Mapping[str, Any], *, route_prefix: str = "/") -> Any:
@@ -71,4 +71,6 @@ def _check_ray() -> None:
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:
-        raise MissingDependencyError(f"Ray Serve cannot be imported ({error}).", pip_install("ray", "serve")) from error
+        raise MissingDependencyError(
+            f"Ray Serve cannot be imported ({error}).", make_install_hint("ray", "serve")
+        ) from error

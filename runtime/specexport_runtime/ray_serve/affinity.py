@@ -15,7 +15,7 @@ def prompt_key(body: bytes, chars: int) -> str:
     if not isinstance(data, dict):
         return ""
     messages = _response_messages(data) if "input" in data else data.get("messages")
-    text = _beginning(data.get("prompt"), chars) if messages is None else _conversation(messages, chars)
+    text = _get_prompt_start(data.get("prompt"), chars) if messages is None else _conversation(messages, chars)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest() if text else ""
 
 
@@ -41,7 +41,7 @@ def _conversation(messages: Any, chars: int) -> str:
     return "\0".join(parts)
 
 
-def _beginning(prompt: Any, chars: int) -> str:
+def _get_prompt_start(prompt: Any, chars: int) -> str:
     while isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -51,7 +51,7 @@ def _beginning(prompt: Any, chars: int) -> str:
     return ""
 
 
-def by_preference(key: str, replicas: Sequence[str]) -> list[str]:
+def rank_replicas(key: str, replicas: Sequence[str]) -> list[str]:
     """Replicas in the order in which ``key`` prefers them: rendezvous hashing, by which only a gone one's keys move."""
     return sorted(replicas, key=lambda name: hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest())
 

@@ -16,12 +16,12 @@ def make_application(settings: RaySettings) -> Any:
     from ray import serve
 
     needs_key = bool(settings.server.api_keys)
-    bare = _without_keys(settings)
+    bare = _remove_keys(settings)
     if settings.routing != "prefix":
-        served = serve.deployment(**engine_options(settings))(serve.ingress()(_http_replica()))
+        served = serve.deployment(**engine_options(settings))(serve.ingress()(_make_http_replica()))
         return served.bind(bare, needs_key=needs_key)
-    engines = serve.deployment(**engine_options(settings))(_handle_replica())
-    ingress = serve.deployment(**ingress_options(settings))(serve.ingress()(_http_ingress()))
+    engines = serve.deployment(**engine_options(settings))(_make_handle_replica())
+    ingress = serve.deployment(**ingress_options(settings))(serve.ingress()(_make_http_ingress()))
     return ingress.bind(bare, engines.bind(bare, needs_key=needs_key), needs_key=needs_key)
 
 
@@ -72,12 +72,12 @@ def ingress_options(settings: RaySettings) -> dict[str, Any]:
     }
 
 
-def _without_keys(settings: RaySettings) -> RaySettings:
+def _remove_keys(settings: RaySettings) -> RaySettings:
     """What Ray keeps in its state must not hold a key: replicas take keys from their environment."""
     return replace(settings, server=replace(settings.server, api_keys=(), host="127.0.0.1"))
 
 
-def _handle_replica() -> type:
+def _make_handle_replica() -> type:
     class Engine(Replica):
         async def __init__(self, settings: RaySettings, *, needs_key: bool) -> None:  # type: ignore[misc]
             Replica.__init__(self, settings, needs_key=needs_key)
@@ -89,15 +89,15 @@ def _handle_replica() -> type:
     return Engine
 
 
-def _http_replica() -> type:
-    class HttpEngine(_handle_replica()):  # type: ignore[misc]
+def _make_http_replica() -> type:
+    class HttpEngine(_make_handle_replica()):  # type: ignore[misc]
         def __serve_build_asgi_app__(self) -> Any:  # Ray's name
             return self.app
 
     return HttpEngine
 
 
-def _http_ingress() -> type:
+def _make_http_ingress() -> type:
     class Ingress(PrefixIngress):
         def __serve_build_asgi_app__(self) -> Any:  # Ray's name
             return self.make_app()

@@ -5,7 +5,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from specexport_runtime.ray_serve.affinity import prompt_key
-from specexport_runtime.ray_serve.replica import AsgiApp, Receive, Send, config_here, with_headers
+from specexport_runtime.ray_serve.replica import AsgiApp, Receive, Send, add_headers, make_replica_config
 from specexport_runtime.ray_serve.settings import RaySettings
 
 _PICKLED = (
@@ -20,7 +20,7 @@ class PrefixIngress:
     def __init__(self, settings: RaySettings, replicas: Any, *, needs_key: bool) -> None:
         self._settings = settings
         self._replicas = replicas.options(method_name="relay", stream=True)
-        self.config = config_here(settings, needs_key=needs_key)
+        self.config = make_replica_config(settings, needs_key=needs_key)
 
     def make_app(self) -> AsgiApp:
         """An application with the guards of a replica's, and no routes."""
@@ -28,7 +28,7 @@ class PrefixIngress:
         from specexport_runtime.server.state import ServerState
 
         state = ServerState(self.config, engine=self._replicas)  # ready as long as it runs: it waits for replicas
-        return with_headers(Guard(self._pass_on, self.config, state))
+        return add_headers(Guard(self._pass_on, self.config, state))
 
     async def _pass_on(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

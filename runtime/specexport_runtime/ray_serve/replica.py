@@ -33,7 +33,7 @@ class Replica:
 
     def __init__(self, settings: RaySettings, *, needs_key: bool) -> None:
         self._settings = settings
-        self.config = config_here(settings, needs_key=needs_key)
+        self.config = make_replica_config(settings, needs_key=needs_key)
         self._engine: AsyncSpecEngine | None = None
         self._app: AsgiApp | None = None
         self._end_process: Callable[[int], object] = os._exit
@@ -49,7 +49,7 @@ class Replica:
         state = app.state.server
         if state.metrics is not None:
             MetricsMirror(state.metrics.registry).start()
-        self._app = with_headers(app, (REPLICA_HEADER, replica_name().encode()))
+        self._app = add_headers(app, (REPLICA_HEADER, replica_name().encode()))
 
     @property
     def app(self) -> AsgiApp:
@@ -112,7 +112,7 @@ async def run_asgi(app: AsgiApp, scope: dict[str, Any], body: bytes) -> AsyncIte
         task.cancel()
 
 
-def with_headers(app: AsgiApp, *more: tuple[bytes, bytes]) -> AsgiApp:
+def add_headers(app: AsgiApp, *more: tuple[bytes, bytes]) -> AsgiApp:
     """An application whose answers have more headers, and no ``X-Request-Id``: Ray's proxy adds that, the same one."""
 
     async def edited(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -127,7 +127,7 @@ def with_headers(app: AsgiApp, *more: tuple[bytes, bytes]) -> AsgiApp:
     return edited
 
 
-def config_here(settings: RaySettings, *, needs_key: bool) -> ServerConfig:
+def make_replica_config(settings: RaySettings, *, needs_key: bool) -> ServerConfig:
     """Settings with this process's API keys (InvalidRequestError if one is missing) and the proxies' address."""
     keys = api_keys()
     if needs_key and not keys:
@@ -135,10 +135,10 @@ def config_here(settings: RaySettings, *, needs_key: bool) -> ServerConfig:
             f"{API_KEYS} was set where the application was deployed and is not set for its replicas.",
             "set it on every node before `ray start`; Ray keeps and shows what is in runtime_env.",
         )
-    return at_proxy(replace(settings.server, api_keys=keys))
+    return use_proxy_address(replace(settings.server, api_keys=keys))
 
 
-def at_proxy(config: ServerConfig) -> ServerConfig:
+def use_proxy_address(config: ServerConfig) -> ServerConfig:
     """Ray's proxies' address, if they run; InvalidRequestError if others can reach it and there is no API key."""
     from ray.serve.context import _get_global_client
 

@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from specexport_runtime.ray_serve.affinity import by_preference, is_overloaded
+from specexport_runtime.ray_serve.affinity import is_overloaded, rank_replicas
 
 
 @cache
@@ -30,7 +30,7 @@ def _router_class() -> type:
             if not key:
                 return [two]
             named = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-            first, *rest = by_preference(key, list(named))
+            first, *rest = rank_replicas(key, list(named))
             if is_overloaded(self._length(named[first].replica_id), self._lengths(named, rest), self._margin):
                 return [two]
             return [[named[first]], [named[name] for name in rest[:2]]]

@@ -117,7 +117,7 @@ def parse_settings(args: Mapping[str, Any], environ: Mapping[str, str] | None = 
                 found[key] = coerce(key, value, kinds[key])
                 break
         else:
-            raise _unknown(key)
+            raise _unknown_setting_error(key)
     ours, engine, server = sorted_out
     if "bundle" not in ours:
         raise InvalidRequestError("no bundle was given.", "add bundle=/path/to/bundle.")
@@ -143,14 +143,14 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
     for choice in choices:
         if choice is not types.NoneType:
             try:
-                return _as(value, choice)
+                return _convert_value(value, choice)
             except (ValueError, TypeError, KeyError):
                 continue
     names = " or ".join(_name(choice) for choice in choices if choice is not types.NoneType)
     raise InvalidRequestError(f"{key} is {value!r}.", f"give {names}.")
 
 
-def _as(value: Any, kind: Any) -> Any:
+def _convert_value(value: Any, kind: Any) -> Any:
     origin = get_origin(kind) or kind
     if origin is Literal:
         if value not in get_args(kind):
@@ -185,7 +185,7 @@ def _name(kind: Any) -> str:
     )
 
 
-def _unknown(key: str) -> InvalidRequestError:
+def _unknown_setting_error(key: str) -> InvalidRequestError:
     if key in _NOT_HERE:
         return InvalidRequestError(f"{key} is not taken as a setting: it would show in Ray's state.", _NOT_HERE[key])
     names = [*_OURS, *_ENGINE_TYPES, *_SERVER_TYPES]

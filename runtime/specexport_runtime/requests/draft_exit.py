@@ -44,7 +44,7 @@ class EndsDraft(Protocol):
 class DraftExit:
     """The threshold of one sequence.
 
-    Acceptance is accepted over *tested* tokens (the paper: *drafted*): nothing is known of those behind a rejected one.
+    Acceptance is accepted over *tested* tokens (the paper: *drafted*): nothing is known of those after a rejected one.
 
     :meth:`should_end` asks for the draft's *top* probability, which does not depend on the token drawn, and the token
     whose step fell under gamma is kept and tested: else sampled text would leave the target's distribution.

@@ -34,11 +34,11 @@ class LayerRules:
 
     def __post_init__(self) -> None:
         if self.threshold is not None:
-            object.__setattr__(self, "threshold", _fraction(self.threshold))
-        _integer("period", self.period, low=2, why="1 would remove every layer and leave an empty draft")
-        _integer("keep_last", self.keep_last, low=0, why="0 protects no layer")
+            object.__setattr__(self, "threshold", _check_fraction(self.threshold))
+        _check_integer("period", self.period, low=2, why="1 would remove every layer and leave an empty draft")
+        _check_integer("keep_last", self.keep_last, low=0, why="0 protects no layer")
         for name in ("skip_mixers", "skip_mlps"):
-            object.__setattr__(self, name, _layers(name, getattr(self, name)))
+            object.__setattr__(self, name, _check_layer_numbers(name, getattr(self, name)))
         if self.threshold is None and self.period is None and not self.skips:
             raise InvalidRequestError(
                 "threshold and period are both off, so no layer is removed and the draft is the target itself.",
@@ -170,14 +170,14 @@ def choose_layers(
     )
 
 
-def _layers(name: str, layers: Iterable[int]) -> tuple[int, ...]:
+def _check_layer_numbers(name: str, layers: Iterable[int]) -> tuple[int, ...]:
     found = tuple(layers)
     for layer in found:
-        _integer(f"a layer of {name}", layer, low=0, why="layers are counted from 0")
+        _check_integer(f"a layer of {name}", layer, low=0, why="layers are counted from 0")
     return tuple(sorted(set(found)))
 
 
-def _fraction(value: float) -> float:
+def _check_fraction(value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise InvalidRequestError(f"threshold is {value!r}, which is not a number.", hint="give a number in (0, 1].")
     if not 0 < value <= 1:
@@ -185,7 +185,7 @@ def _fraction(value: float) -> float:
     return float(value)
 
 
-def _integer(name: str, value: int | None, *, low: int, why: str) -> None:
+def _check_integer(name: str, value: int | None, *, low: int, why: str) -> None:
     if value is None:
         return
     wanted = f"give an integer of at least {low} ({why}); None turns the rule off."

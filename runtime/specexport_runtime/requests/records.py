@@ -16,8 +16,8 @@ class Branch(NamedTuple):
     """One more token that is tested in the place of another: a draft with branches is a tree."""
 
     token: int
-    # Place of the token before it, among the draft's tokens and then its branches; -1 behind the text. A branch comes
-    # behind its parent, and siblings stand in the order in which they were drawn, the draft's own token first.
+    # Place of the token before it, among the draft's tokens and then its branches; -1 after the text. A branch comes
+    # after its parent, and siblings stand in the order in which they were drawn, the draft's own token first.
     parent: int
     distribution: "Distribution | None" = None  # of its parent's children; it was drawn from it without elder siblings
     ratio: float | None = None  # how likely its drafter took it to be beside its parent's likeliest child; None: unsaid
@@ -56,7 +56,7 @@ class Proposal(NamedTuple):
 
     @property
     def parents(self) -> list[int]:
-        """Of each node, the place of the one before it; -1 behind the text."""
+        """Of each node, the place of the one before it; -1 after the text."""
         return [*range(-1, len(self.tokens) - 1), *[branch.parent for branch in self.branches]]
 
     def path_to(self, place: int) -> list[int]:
@@ -79,7 +79,7 @@ class Proposal(NamedTuple):
         """How many of the first ``count`` tokens a grammar forces."""
         return sum([place < count for place in self.forced])
 
-    def own_tests(self, accepted: int) -> tuple[int, bool]:
+    def count_own_tests(self, accepted: int) -> tuple[int, bool]:
         """How many of the chain's own tokens passed their test, of ``accepted`` of it, and whether one failed."""
         failed = accepted < len(self.tokens) and accepted not in self.forced
         return accepted - self.num_forced(accepted), failed
@@ -95,7 +95,7 @@ class Proposal(NamedTuple):
         return [share for share in shares if share.drafted]
 
 
-class Begun(NamedTuple):
+class DraftPrefix(NamedTuple):
     """The draft tokens that are there before any drafter is asked: what a grammar forces."""
 
     tokens: list[int]
@@ -113,7 +113,7 @@ class DrafterTraits(NamedTuple):
     takes_layers: bool = False  # it leaves out layers of the target, by a request's layer rules
     remembers: bool = False  # it keeps what requests with a ``scope`` were given, and drafts from it later
     max_lookahead: int | None = None  # most tokens of a draft; None: no bound
-    goes_on: bool = False  # it can draft behind tokens that are drafted already (``Drafter.propose``)
+    goes_on: bool = False  # it can draft after tokens that are drafted already (``Drafter.propose``)
 
 
 LengthReason = Literal["fixed", "goodput", "probe", "bypass", "room"]
@@ -211,14 +211,14 @@ class RoundTrace(NamedTuple):
 
     @property
     def on_chain(self) -> int:
-        """Accepted tokens of the chain: all that branches have come behind them."""
+        """Accepted tokens of the chain: all that branches have come after them."""
         if self.path is None:
             return self.accepted
         return sum([place < len(self.drafted) for place in self.path])
 
     @property
-    def passed_whole(self) -> bool:
-        """Whether nothing was drafted behind the last accepted token: the target's own is no correction."""
+    def is_fully_accepted(self) -> bool:
+        """Whether nothing was drafted after the last accepted token: the target's own is no correction."""
         last = self.path[-1] if self.path else self.accepted - 1
         parents = [*range(-1, len(self.drafted) - 1), *[parent for _, parent in self.branches]]
         return last not in parents

@@ -236,5 +236,5 @@ class RoundEvent(NamedTuple):
         return names
 
     def is_branch(self, position: int) -> bool:
-        """Whether one of its tokens is an accepted one of a branch: these come behind those of the chain."""
+        """Whether one of its tokens is an accepted one of a branch: these come after those of the chain."""
         return self.on_chain <= position < self.accepted

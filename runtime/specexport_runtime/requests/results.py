@@ -49,7 +49,7 @@ class StreamPiece(NamedTuple):
     one), ``"bonus"`` (the target's token after a draft that passed whole) or ``"target"`` (no draft was tested).
     ``logprobs`` is None unless the request asked for them. ``drafter`` is who drafted an accepted token, and empty for
     others. ``offset`` is how many characters of the text are before the token, if log-probabilities were asked for;
-    one that a stop string ended may lie behind the end of the text. ``is_branch``: an accepted token stood beside the
+    one that a stop string ended may lie after the end of the text. ``is_branch``: an accepted token stood beside the
     chain of its draft.
     """
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 UNNAMED = "other"
 """What drafts of a drafter without a name are counted under."""
 FEW_TOKENS, FEW_DRAFTS = 64, 16
-"""So much must have been tested before it means something that nothing was accepted. Tokens behind a refused one tell
+"""So much must have been tested before it means something that nothing was accepted. Tokens after a refused one tell
 nothing: where one draft in five has an accepted token, 16 drafts without any are an accident of 3 %."""
 
 
@@ -57,7 +57,7 @@ class DraftCounts:
         return asdict(self)
 
 
-def counts_of(counts: dict[str, DraftCounts], drafter: str) -> DraftCounts:
+def get_or_add_counts(counts: dict[str, DraftCounts], drafter: str) -> DraftCounts:
     """The counts of a drafter among those of others; new ones if it has none."""
     found = counts.get(drafter)
     if found is None:
@@ -130,7 +130,7 @@ class RequestStats:
             self.drafted += drafted
             self.accepted += accepted
             for drafter, *counts in shares:
-                counts_of(self.drafters, drafter or UNNAMED).add(*counts)
+                get_or_add_counts(self.drafters, drafter or UNNAMED).add(*counts)
             self.accepted_histogram[accepted] = self.accepted_histogram.get(accepted, 0) + 1
 
     @property

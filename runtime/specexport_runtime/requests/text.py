@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from specexport_runtime.requests.token_bytes import decoder_steps, decodes_in_windows, unsettled_names
+from specexport_runtime.requests.token_bytes import build_unsettled_pattern, decoder_steps, decodes_in_windows
 from specexport_runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _SETTLED = 4  # characters of context: by then no token before it is part of a c
 class TextStream:
     """The text of one sequence, piece by piece.
 
-    ``take()`` and ``finish()`` joined are what ``tokenizer.decode`` of prompt and tokens has behind its longest
+    ``take()`` and ``finish()`` joined are what ``tokenizer.decode`` of prompt and tokens has after its longest
     beginning shared with the prompt's, cut at the first stop string.
 
     Decoders are not additive (they strip the first space, join bytes), so a window of recent tokens is decoded; it only
@@ -44,13 +44,13 @@ class TextStream:
         self._window_text = 0  # characters of the window's text that are in _text, or of the prompt
         steps = decoder_steps(tokenizer)
         self._has_windows = decodes_in_windows(steps)
-        self._unsettled = unsettled_names(steps) if self._has_windows else None
+        self._unsettled = build_unsettled_pattern(steps) if self._has_windows else None
         self._in_run = not self._has_windows  # inside a run of byte tokens or the like, whose text is not decided
         self._text = ""  # decided text: no later token can change it
         self._tentative = ""  # after it: may still change, but is right if generation ends here
         self._taken = 0
         self._done = False
-        self.replaced = 0  # last characters of the prompt's text that became others with the tokens behind them
+        self.replaced = 0  # last characters of the prompt's text that became others with the tokens after them
 
     @property
     def text(self) -> str:
@@ -80,7 +80,7 @@ class TextStream:
             return self._take_until(len(self._text))
         self._decode()
         most = self._held + len(self._text) - self._read  # without the new characters, it was one before them
-        self._held, self._read = self._stops.held_back(self._text, most), len(self._text)
+        self._held, self._read = self._stops.find_partial_stop_length(self._text, most), len(self._text)
         return self._take_until(len(self._text) - self._held)
 
     def finish(self) -> str:
@@ -136,7 +136,7 @@ class TextStream:
             shown = decided = window.removesuffix(_UNFINISHED)
         begin, seen = self._window_text, len(self._text)
         if self._before is not None:
-            begin = max(begin, self._pass_border(window, len(decided)))
+            begin = max(begin, self._find_text_start(window, len(decided)))
         self._text += decided[begin:]
         self._window_text = max(self._window_text, len(decided))
         self._tentative = "" if shown is decided else shown[max(begin, self._window_text) :]
@@ -152,10 +152,10 @@ class TextStream:
         ):
             self._move_window(window)
 
-    def _pass_border(self, window: str, decided: int) -> int:
-        """Where the text begins in the window: behind what the prompt's text and it have in common."""
+    def _find_text_start(self, window: str, decided: int) -> int:
+        """Where the text begins in the window: after what the prompt's text and it have in common."""
         before = self._before or ""
-        border = shared_length(window, before)
+        border = common_prefix_length(window, before)
         self.replaced = len(before) - border
         if decided > border or decided == len(before):
             self._before = None
@@ -192,12 +192,12 @@ class TextStream:
             self._ids, self._decoded, self._window_text = ids, len(ids), len(text)
 
 
-def shared_length(one: str, other: str) -> int:
+def common_prefix_length(one: str, other: str) -> int:
     """Characters that two texts begin with alike."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def text_behind(tokenizer: "Tokenizer", prompt: Sequence[int], tokens: Iterable[int]) -> str:
+def decode_continuation(tokenizer: "Tokenizer", prompt: Sequence[int], tokens: Iterable[int]) -> str:
     """What tokens add to the text of a prompt, special ones included."""
     stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=False), prompt=prompt)
     for token in tokens:
@@ -214,7 +214,7 @@ class StopStrings:
         self._longest = max(map(len, strings), default=0)
 
     def find(self, text: str, seen: int) -> int | None:
-        """Where to cut ``text`` behind ``seen`` clean characters, by the stop text that ends first; None if nowhere."""
+        """Where to cut ``text`` after ``seen`` clean characters, by the stop text that ends first; None if nowhere."""
         start = max(0, seen - self._longest + 1)
         matches = [(at + len(s), at) for s in self.strings if (at := text.find(s, start)) >= 0]
         if not matches:
@@ -222,7 +222,7 @@ class StopStrings:
         end, begin = min(matches)
         return end if self._include else begin
 
-    def held_back(self, text: str, most: int) -> int:
+    def find_partial_stop_length(self, text: str, most: int) -> int:
         """Length of the longest end of ``text``, of at most ``most``, that is the beginning of a stop string."""
         lengths = range(min(most, len(text), self._longest - 1), 0, -1)
         return next((n for n in lengths if any(each.startswith(text[-n:]) for each in self.strings)), 0)

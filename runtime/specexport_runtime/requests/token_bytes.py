@@ -29,7 +29,7 @@ def token_bytes(tokenizer: "Tokenizer", vocab_size: int) -> list[bytes]:
     """The bytes of each token id, none without a token; InvalidRequestError if they depend on neighbours."""
     steps = decoder_steps(tokenizer)
     kinds = [step["type"] for step in steps if step.get("pattern") != {"String": TWIN_MARK}]
-    own = next((step["type"] for step in steps if _is_of_neighbours(step)), None)
+    own = next((step["type"] for step in steps if _depends_on_neighbours(step)), None)
     if own is None and not decodes_in_windows(steps):
         own = kinds[-1]
     if own is None and "ByteLevel" in kinds and set(kinds) - {"ByteLevel", "Fuse", "Strip"}:
@@ -41,9 +41,9 @@ def token_bytes(tokenizer: "Tokenizer", vocab_size: int) -> list[bytes]:
             f"structured_outputs: the text of this model's tokens depends on their neighbours (decoder step {own}).",
             "leave it out.",
         )
-    names = {token: name_of(tokenizer, token) for token in range(vocab_size)}
+    names = {token: get_token_name(tokenizer, token) for token in range(vocab_size)}
     if "ByteLevel" in kinds:
-        return [_of_alphabet(name or "") for name in names.values()]
+        return [_decode_alphabet(name or "") for name in names.values()]
     decoder, found = tokenizer.decoder, [b""] * vocab_size
     for token, name in names.items():
         if name is None:
@@ -56,38 +56,38 @@ def token_bytes(tokenizer: "Tokenizer", vocab_size: int) -> list[bytes]:
     return found
 
 
-def name_of(tokenizer: "Tokenizer", token: int) -> str | None:
+def get_token_name(tokenizer: "Tokenizer", token: int) -> str | None:
     """How a token is spelled, None for an id without one; tokens may be spelled alike."""
     name = tokenizer.id_to_token(token)
     return None if name is None else name.rstrip(TWIN_MARK)
 
 
-def same_at_first(tokenizer: "Tokenizer", found: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+def find_same_at_first(tokenizer: "Tokenizer", found: Sequence[bytes]) -> npt.NDArray[np.bool_]:
     """Which tokens add the same bytes to an empty text: [V], of what :func:`token_bytes` found."""
     same = np.ones(len(found), np.bool_)
     decoder = tokenizer.decoder
     if "ByteLevel" in {step["type"] for step in decoder_steps(tokenizer)}:
         return same
     for token in range(len(found)):
-        name = name_of(tokenizer, token)
+        name = get_token_name(tokenizer, token)
         if name is not None and not BYTE_TOKEN.fullmatch(name):
             same[token] = (name if decoder is None else decoder.decode([name])).encode() == found[token]
     return same
 
 
-def _is_of_neighbours(step: dict[str, object]) -> bool:
+def _depends_on_neighbours(step: dict[str, object]) -> bool:
     return step["type"] in {"BPEDecoder", "CTC"} or (step["type"] == "Strip" and bool(step["stop"]))
 
 
-def _of_alphabet(name: str) -> bytes:
+def _decode_alphabet(name: str) -> bytes:
     try:
-        return bytes(byte_of_char()[char] for char in name)
+        return bytes(build_byte_alphabet()[char] for char in name)
     except KeyError:
         return name.encode()
 
 
 @cache
-def byte_of_char() -> dict[str, int]:
+def build_byte_alphabet() -> dict[str, int]:
     """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for characters from U+0100 on."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -96,11 +96,13 @@ def byte_of_char() -> dict[str, int]:
 
 def decoder_steps(tokenizer: "Tokenizer") -> list[dict[str, Any]]:
     """The steps as ``tokenizer.json`` has them; none where tokens are joined by spaces."""
-    return _steps(tokenizer.decoder, "decoders")
+    return _read_steps(tokenizer.decoder, "decoders")
 
 
-def _flat(step: dict[str, Any], parts: str = "decoders") -> list[dict[str, Any]]:
-    return [each for part in step[parts] for each in _flat(part, parts)] if step["type"] == "Sequence" else [step]
+def _flatten_steps(step: dict[str, Any], parts: str = "decoders") -> list[dict[str, Any]]:
+    return (
+        [each for part in step[parts] for each in _flatten_steps(part, parts)] if step["type"] == "Sequence" else [step]
+    )
 
 
 def ids_of(tokenizer: "Tokenizer", text: str, *, add_special_tokens: bool) -> list[int]:
@@ -112,22 +114,25 @@ def ids_of(tokenizer: "Tokenizer", text: str, *, add_special_tokens: bool) -> li
     return ids
 
 
-def text_of(tokenizer: "Tokenizer", ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+def decode_ids(tokenizer: "Tokenizer", ids: Sequence[int], *, skip_special_tokens: bool) -> str:
     """The text of token ids; other threads of Python go on meanwhile, unlike with ``Tokenizer.decode``."""
     texts: list[str] = tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
     return texts[0]
 
 
 @lru_cache(maxsize=4)  # of engines that live
-def longest_token(tokenizer: "Tokenizer") -> int | None:
+def compute_max_token_length(tokenizer: "Tokenizer") -> int | None:
     """Most characters of a text that a token can stand for; None where no bound is known.
 
     There is one where each byte of a text is in a token: nothing is stripped, and nothing unknown becomes one token.
     """
     names, model = tokenizer.get_vocab(with_added_tokens=True), tokenizer.model
-    before, normal = _steps(tokenizer.pre_tokenizer, "pretokenizers"), _steps(tokenizer.normalizer, "normalizers")
+    before, normal = (
+        _read_steps(tokenizer.pre_tokenizer, "pretokenizers"),
+        _read_steps(tokenizer.normalizer, "normalizers"),
+    )
     kinds = {step["type"] for step in before}
-    of_bytes = byte_of_char() if "ByteLevel" in kinds else [f"<0x{byte:02X}>" for byte in range(256)]
+    of_bytes = build_byte_alphabet() if "ByteLevel" in kinds else [f"<0x{byte:02X}>" for byte in range(256)]
     is_whole = type(model).__name__ == "BPE" and ("ByteLevel" in kinds or model.byte_fallback)
     if not is_whole or not all(name in names for name in of_bytes):
         return None
@@ -144,8 +149,8 @@ def longest_token(tokenizer: "Tokenizer") -> int | None:
     return max(map(len, names)) * (4 if any(each["type"] == "NFC" for each in normal) else 1)
 
 
-def _steps(part: Any, parts: str) -> list[dict[str, Any]]:
-    return [] if part is None else _flat(json.loads(part.__getstate__()), parts)
+def _read_steps(part: Any, parts: str) -> list[dict[str, Any]]:
+    return [] if part is None else _flatten_steps(json.loads(part.__getstate__()), parts)
 
 
 def decodes_in_windows(steps: Iterable[Mapping[str, Any]]) -> bool:
@@ -164,8 +169,8 @@ def _maps_single_characters(step: Mapping[str, Any]) -> bool:
     return step["type"] == "Replace" and len(step["pattern"].get("String", "")) == 1
 
 
-def unsettled_names(steps: Iterable[Mapping[str, Any]]) -> re.Pattern[str] | None:
-    """The names of tokens whose own text tokens behind them may change; None if there are none.
+def build_unsettled_pattern(steps: Iterable[Mapping[str, Any]]) -> re.Pattern[str] | None:
+    """The names of tokens whose own text tokens after them may change; None if there are none.
 
     Byte tokens (``<0x41>``), and tokens with a ``BPEDecoder``'s suffix before their end, where it is a space.
     """

@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from specexport_runtime.errors import CheckFailedError
-from specexport_runtime.sampling.device import FoundMasses, RowDistribution, on_host
+from specexport_runtime.sampling.device import FoundMasses, RowDistribution, to_host
 from specexport_runtime.sampling.distribution import (
     Distribution,
     Drawable,
@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
     """What became of one sequence's draft tokens in a round."""
 
     accepted: int  # leading draft tokens that stay; of a tree, the nodes of ``path``
-    next_token: int  # behind them, from the target: a correction or a bonus
+    next_token: int  # after them, from the target: a correction or a bonus
     is_bonus: bool  # every draft token (of which there may be none) was accepted
     path: tuple[int, ...] | None = None  # places of the nodes that stay; None: the first ``accepted``
 
@@ -67,14 +67,14 @@ def accept_sampled(
     stays if it is what is drawn from p. CheckFailedError: a draft token has no probability above 0 in the distribution
     that it is said to come from.
     """
-    j, target, token = first_refused(drafted, draft_distributions, target_distribution, draws)
+    j, target, token = find_first_refused(drafted, draft_distributions, target_distribution, draws)
     if token is None:
         rest = normalised(target, residual(target, cast("Sequence[Distribution]", draft_distributions)[j]))
         token = sample_token(rest, draws(j).resample)
     return Verdict(j, token, is_bonus=j == len(drafted))
 
 
-def first_refused(
+def find_first_refused(
     drafted: Sequence[int],
     draft_distributions: Sequence[Distribution | None] | None,
     target_distribution: Callable[[int], Distribution],
@@ -116,7 +116,7 @@ def residual(target: Distribution, draft: Distribution, weight: float = 1.0) -> 
     """
     if isinstance(target, RowDistribution) and (found := target.residual(draft, weight)) is not None:
         return found
-    return _host_residual(on_host(target), on_host(draft), weight)
+    return _host_residual(to_host(target), to_host(draft), weight)
 
 
 def _host_residual(target: HostDistribution, draft: HostDistribution, weight: float) -> Float64Array:
@@ -147,7 +147,7 @@ def normalised(target: Distribution, masses: Float64Array | FoundMasses) -> Draw
     if isinstance(masses, FoundMasses):
         return masses
     masses /= total
-    return HostDistribution(on_host(target).token_ids, masses)
+    return HostDistribution(to_host(target).token_ids, masses)
 
 
 def _probabilities(distribution: HostDistribution, ids: Int64Array) -> Float64Array:

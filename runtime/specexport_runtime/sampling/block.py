@@ -1,7 +1,7 @@
 """Acceptance of a draft as a block: as exact as one token at a time, and never fewer tokens in the mean.
 
 Sun et al. 2024, "Block Verification Accelerates Speculative Decoding", algorithm 2 and theorems 1 and 2. A likely token
-behind an unlikely one can save both: a test that fails does not end the tests, the *last* that passes counts.
+after an unlikely one can save both: a test that fails does not end the tests, the *last* that passes counts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,18 +28,18 @@ def accept_block(
         int
     ],  # K tokens; K may depend on the tokens that are kept in it, and on nothing that was left out
     draft_distributions: Sequence[Distribution | None] | None,
-    # As for ``accept_sampled``, but called behind tokens that are not kept in the end too; never behind one that the
+    # As for ``accept_sampled``, but called after tokens that are not kept in the end too; never after one that the
     # target cannot give.
     target_distribution: Callable[[int], Distribution],
-    # The uniforms of new position j. Tokens are kept or not by what comes behind them too, so that no later round may
+    # The uniforms of new position j. Tokens are kept or not by what comes after them too, so that no later round may
     # look at any of these again (``RoundDraws``).
     draws: Callable[[int], Draws],
     chances: Chances | None = None,  # of these arguments, where they are known
 ) -> Verdict:
-    """Accept draft tokens up to the last whose test passes, and behind them draw from max(0, r p - q).
+    """Accept draft tokens up to the last whose test passes, and after them draw from max(0, r p - q).
 
     r is the chance that the tokens so far stay, given what they are: r = 1 before the first, and min(1, r p(x)/q(x))
-    behind token x, however many follow: how often a place is reached has no bias by a draft's length. Behind a token
+    after token x, however many follow: how often a place is reached has no bias by a draft's length. After a token
     that was not drawn r stays as it is, and the draft ends in front of it, if it is not what is drawn from p. Where
     nothing was drawn (copies) the rule is ``accept_sampled``. CheckFailedError: a draft token has probability 0.
     """

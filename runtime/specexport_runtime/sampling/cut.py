@@ -43,6 +43,6 @@ def cut_field(cut: Cut) -> Any:
     return field(default=cut.off, metadata={_KEY: cut})
 
 
-def cuts_of(params: type) -> Mapping[str, Cut]:
+def list_cuts(params: type) -> Mapping[str, Cut]:
     """The cuts of ``SamplingParams`` by name, in the order in which they are made."""
     return {each.name: each.metadata[_KEY] for each in fields(params) if _KEY in each.metadata}

@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.device_rows import DeviceRow
 from specexport_runtime.executors.row_cuts import cut_residual
-from specexport_runtime.executors.row_kernels import RowRule, whole_row
+from specexport_runtime.executors.row_kernels import RowRule, ask_whole_row
 from specexport_runtime.sampling.distribution import Distribution, HostDistribution
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sampling.truncation import cut_softmax, truncated_softmax
@@ -19,14 +19,14 @@ from specexport_runtime.sampling.truncation import cut_softmax, truncated_softma
 _MAX_FLAT, _FETCHED = 4, 128  # so many flat rows more than others, and the next come whole
 
 
-def row_rule(params: SamplingParams, width: int) -> RowRule:
+def make_row_rule(params: SamplingParams, width: int) -> RowRule:
     """What to ask of rows whose tokens below ``width`` are drawn by ``params``, which are not greedy."""
     least, has_cut = -math.inf, False
     for name, cut in CUTS.items():
         number = getattr(params, name)
         if number != cut.off:
             if cut.reach is None:
-                return whole_row(width).rule
+                return ask_whole_row(width).rule
             least, has_cut = max(least, cut.reach(number, params.temperature)), True
     top_k = params.top_k if params.top_k < width else 0
     # With another cut before it, top-p is taken of what that leaves: all of it is needed.
@@ -35,7 +35,7 @@ def row_rule(params: SamplingParams, width: int) -> RowRule:
     return RowRule(params.temperature, width, least, top_k, top_p, int(has_cut), params.top_p)
 
 
-def row_distribution(row: DeviceRow, params: SamplingParams) -> Distribution:
+def make_row_distribution(row: DeviceRow, params: SamplingParams) -> Distribution:
     """The distribution of a row that was asked by ``Sampler.ask`` with ``params``; errors as ``truncated_softmax``."""
     if row.found.is_whole:
         if row.is_cut or not row.ask.rule.cuts:
@@ -67,18 +67,18 @@ class RowDistribution:
         self.masses: dict[Residual, FoundMasses] = {}  # that were asked for ahead
 
     def probability(self, token: int) -> float:
-        """Probability of one token; of another than was drawn or asked for by :meth:`on_host`."""
+        """Probability of one token; of another than was drawn or asked for by :meth:`to_host`."""
         if token == self.drawn:
             return self.drawn_probability
         if token == self.row.ask.token:
             return self.token_probability
-        return self.on_host().probability(token)
+        return self.to_host().probability(token)
 
     def draw(self, u: float) -> int:
-        """The token at ``u``; at another than was asked for by :meth:`on_host`."""
-        return self.drawn if u == self.row.ask.uniform else self.on_host().draw(u)
+        """The token at ``u``; at another than was asked for by :meth:`to_host`."""
+        return self.drawn if u == self.row.ask.uniform else self.to_host().draw(u)
 
-    def on_host(self) -> HostDistribution:
+    def to_host(self) -> HostDistribution:
         """The same distribution as numbers; fetches a row that was not cut."""
         if self._cuts is not None:
             return HostDistribution(*self._cuts.kept(self.row.cut_at))
@@ -99,7 +99,7 @@ class RowDistribution:
         """What :meth:`residual` looks for, of rows that were not cut."""
         if self._cuts is not None or not isinstance(draft, RowDistribution) or draft._cuts is not None:
             return None
-        return Residual(self, draft, weight) if draft.row.lies_with(self.row) else None
+        return Residual(self, draft, weight) if draft.row.is_in_same_memory(self.row) else None
 
 
 class Residual(NamedTuple):
@@ -118,7 +118,7 @@ def find_masses(asked: Sequence[Residual]) -> None:
             residual.target.masses[residual] = FoundMasses(total, drawn, residual.target.row.ask.uniform)
 
 
-class FlatRows:
+class FlatRowTracker:
     """Whether rows of a request with cuts come whole: where cuts leave much of a row, candidates cost more than it."""
 
     def __init__(self) -> None:
@@ -133,15 +133,15 @@ class FlatRows:
         if self._flat == _MAX_FLAT:
             self._flat, self._to_fetch = _MAX_FLAT // 2, _FETCHED
 
-    def fetches_next(self) -> bool:
+    def should_fetch_next(self) -> bool:
         """Whether the next row comes whole."""
         self._to_fetch -= self._to_fetch > 0
         return self._to_fetch > 0
 
 
-def on_host(given: Distribution) -> HostDistribution:
+def to_host(given: Distribution) -> HostDistribution:
     """A distribution as numbers on the host; one of a device fetches its row."""
-    return given.on_host() if isinstance(given, RowDistribution) else cast("HostDistribution", given)
+    return given.to_host() if isinstance(given, RowDistribution) else cast("HostDistribution", given)
 
 
 class FoundMasses:

@@ -1,4 +1,4 @@
-"""The grammar of one text: which tokens may come next, behind the committed ones and any draft.
+"""The grammar of one text: which tokens may come next, after the committed ones and any draft.
 
 Other tokens are left out before anything chooses among them, for draft and target alike, at every place of a
 verify step. So a text follows the target's distribution given that each token is allowed, with and without drafts.
@@ -39,7 +39,7 @@ class TokenRules(Protocol):
 class Grammar:
     """Where a text is in its grammar, by a ``llguidance.LLMatcher`` at its beginning that nothing else uses.
 
-    The matcher may stand behind draft tokens, whose masks are kept for testing. ``eos_token_ids`` end a text, where the
+    The matcher may stand after draft tokens, whose masks are kept for testing. ``eos_token_ids`` end a text, where the
     grammar lets it end. ``first`` [V] are tokens that the text may begin with; None for all.
     """
 
@@ -53,11 +53,11 @@ class Grammar:
         self._masks: list[BoolArray | None] = [None]
         """Behind each number of tokens of ``_drafted``, from 0."""
         self._place = 0
-        """How many of these tokens the matcher has behind it."""
+        """How many of these tokens the matcher has after it."""
         self._has_ended = False
 
     def allowed(self, drafted: Sequence[int]) -> BoolArray | None:
-        """Which tokens may follow ``drafted``: [V]; None behind the end of the text, where nothing is wanted.
+        """Which tokens may follow ``drafted``: [V]; None after the end of the text, where nothing is wanted.
 
         CheckFailedError: a draft token is not allowed. InvalidRequestError: the grammar is too complex.
         """
@@ -67,10 +67,10 @@ class Grammar:
         """How many draft tokens the grammar allows, to the end of the text at most."""
         if self._has_ended:
             return 0
-        end = self._end_in(drafted)
+        end = self._count_before_end(drafted)
         said = drafted[:end]
-        known = _num_common(self._drafted[: self._place], said)
-        self._go_to(known)
+        known = _count_shared_tokens(self._drafted[: self._place], said)
+        self._move_matcher(known)
         if not self._matcher.is_stopped():  # then it takes no token any more, though the end of the text is allowed
             known += self._matcher.validate_tokens(list(said[known:]))
             self._check()
@@ -79,20 +79,20 @@ class Grammar:
         return end + bool(self._mask(said)[drafted[end]])
 
     def forced(self, most: int, drafted: Sequence[int] = ()) -> list[int]:
-        """Tokens that a text of this grammar goes on with behind ``drafted``, whatever it says; at most ``most``.
+        """Tokens that a text of this grammar goes on with after ``drafted``, whatever it says; at most ``most``.
 
         Where nothing can follow, that is its end. It is the only token that may not be the one that is allowed: a model
         may have others that end a text. Errors are as for :meth:`allowed`.
         """
         if most <= 0 or self._is_over(drafted):
             return []
-        self._remember(drafted)
-        self._go_to(len(drafted))
+        self._set_drafted(drafted)
+        self._move_matcher(len(drafted))
         tokens = [int(token) for token in self._matcher.compute_ff_tokens()[:most]]
-        tokens = tokens[: self._end_in(tokens)]
+        tokens = tokens[: self._count_before_end(tokens)]
         if len(tokens) < most:
-            self._remember([*drafted, *tokens])
-            self._go_to(len(drafted) + len(tokens))
+            self._set_drafted([*drafted, *tokens])
+            self._move_matcher(len(drafted) + len(tokens))
             if self._matcher.is_stopped():
                 self._check()
                 tokens.append(self._eos[0])
@@ -102,10 +102,10 @@ class Grammar:
         """Tokens were committed; CheckFailedError if one of them is not allowed."""
         if self._has_ended:
             return
-        end = self._end_in(tokens)
+        end = self._count_before_end(tokens)
         tokens, self._has_ended = tokens[:end], end < len(tokens)
-        known = _num_common(self._drafted[: self._place], tokens)
-        self._go_to(known)
+        known = _count_shared_tokens(self._drafted[: self._place], tokens)
+        self._move_matcher(known)
         if not self._matcher.consume_tokens(list(tokens[known:])):
             self._check()
             raise CheckFailedError("a token was committed that the grammar does not allow.")
@@ -117,17 +117,17 @@ class Grammar:
 
     def _is_over(self, drafted: Sequence[int]) -> bool:
         """Whether the text has ended, or ends in a draft."""
-        return self._has_ended or self._end_in(drafted) < len(drafted)
+        return self._has_ended or self._count_before_end(drafted) < len(drafted)
 
-    def _end_in(self, tokens: Sequence[int]) -> int:
+    def _count_before_end(self, tokens: Sequence[int]) -> int:
         """How many tokens come before the first that ends the text."""
         return next((count for count, token in enumerate(tokens) if token in self._eos), len(tokens))
 
     def _mask(self, drafted: Sequence[int]) -> BoolArray:
-        self._remember(drafted)
+        self._set_drafted(drafted)
         mask = self._masks[len(drafted)]
         if mask is None:
-            self._go_to(len(drafted))
+            self._move_matcher(len(drafted))
             bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
             self._check()
             mask = self._masks[len(drafted)] = bits[: self._vocab_size].view(np.bool_)
@@ -137,17 +137,17 @@ class Grammar:
                 mask &= self._first
         return mask
 
-    def _remember(self, drafted: Sequence[int]) -> None:
+    def _set_drafted(self, drafted: Sequence[int]) -> None:
         """Masks are of these tokens from now on, or of more that begin with them."""
-        same = _num_common(self._drafted, drafted)
+        same = _count_shared_tokens(self._drafted, drafted)
         if same == len(drafted):
             return
-        self._go_to(min(self._place, same))
+        self._move_matcher(min(self._place, same))
         self._drafted[same:] = drafted[same:]
         self._masks[same + 1 :] = [None] * (len(drafted) - same)
 
-    def _go_to(self, place: int) -> None:
-        """Let the matcher have so many of the draft tokens behind it."""
+    def _move_matcher(self, place: int) -> None:
+        """Let the matcher have so many of the draft tokens after it."""
         if place < self._place:
             self._matcher.rollback(self._place - place)
             self._place = place
@@ -159,7 +159,7 @@ class Grammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            reason = reason_of(self._matcher.get_error().splitlines()[0])
+            reason = explain_refusal(self._matcher.get_error().splitlines()[0])
             # Perhaps of a place that only a draft comes to: this matcher would keep it.
             self._matcher, self._place = self._beginning.deep_copy(), 0
             self._matcher.consume_tokens(self._said)
@@ -168,7 +168,7 @@ class Grammar:
             raise InvalidRequestError(f"the grammar cannot be followed: {reason}.", "give a simpler schema or grammar.")
 
 
-def reason_of(message: str) -> str:
+def explain_refusal(message: str) -> str:
     """Why a matcher refuses, in one line; what it says of a failure of its own goes to the log."""
     if message.startswith("panic"):
         _log.warning("the matcher failed: %.300s", message.splitlines()[0])
@@ -176,7 +176,7 @@ def reason_of(message: str) -> str:
     return " ".join(message.split())[:300].rstrip(".")
 
 
-def _num_common(some: Sequence[int], others: Sequence[int]) -> int:
+def _count_shared_tokens(some: Sequence[int], others: Sequence[int]) -> int:
     """How many tokens two texts begin with alike."""
     count = 0
     for one, other in zip(some, others, strict=False):
@@ -194,7 +194,7 @@ class MaskAhead:
         self._coming: Future[None] | None = None
 
     def start(self, wanted: Sequence[tuple[TokenRules, Sequence[int]]]) -> None:
-        """Begin with the masks behind each number of draft tokens, of all rows."""
+        """Begin with the masks after each number of draft tokens, of all rows."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "specexport-masks")
         self._coming = self._pool.submit(_make_masks, wanted)

@@ -21,22 +21,22 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()  # the most likely token ids with theirs, of ranks 1, 2, …
 
 
-def logprobs_of(tokens: Sequence[int], logits: "Float32Array", count: int) -> list[TokenLogprobs]:
+def compute_logprobs(tokens: Sequence[int], logits: "Float32Array", count: int) -> list[TokenLogprobs]:
     """Log-probabilities, ranks and ``count`` likeliest of tokens chosen from raw ``logits`` [n, V], row by row."""
-    return [_of_row(token, logits[j], count) for j, token in enumerate(tokens)]
+    return [_compute_row_logprobs(token, logits[j], count) for j, token in enumerate(tokens)]
 
 
-def _of_row(token: int, row: "Float32Array", count: int) -> TokenLogprobs:
+def _compute_row_logprobs(token: int, row: "Float32Array", count: int) -> TokenLogprobs:
     peak = float(row.max())
     check_peak(peak, row)
     # No term exceeds 1 and the largest is 1: float32 terms are good to 1e-7 of the sum, which float64 adds up.
     log_sum = peak + math.log(float(np.exp(row - np.float32(peak)).sum(dtype=np.float64)))
-    top = tuple((int(best), float(row[best]) - log_sum) for best in _likeliest(row, count))
+    top = tuple((int(best), float(row[best]) - log_sum) for best in _find_likeliest(row, count))
     rank = 1 + int(np.count_nonzero(row > row[token])) + int(np.count_nonzero(row[:token] == row[token]))
     return TokenLogprobs(token, float(row[token]) - log_sum, rank, top)
 
 
-def _likeliest(row: "Float32Array", count: int) -> list[int]:
+def _find_likeliest(row: "Float32Array", count: int) -> list[int]:
     """Ids of the ``count`` largest logits, the largest first, on a tie the lower id; without sorting the vocabulary."""
     count = min(count, len(row))
     if not count:

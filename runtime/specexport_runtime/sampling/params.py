@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, SupportsIndex, cast
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sampling.cut import cut_field, cuts_of
+from specexport_runtime.sampling.cut import cut_field, list_cuts
 from specexport_runtime.sampling.min_p import MIN_P
 from specexport_runtime.sampling.rng import check_seed
 from specexport_runtime.sampling.structured import StructuredOutputs
@@ -79,26 +79,26 @@ class SamplingParams:
     thinking_budget: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
-        self._set("temperature", _number("temperature", self.temperature, low=0.0, hint="0 means greedy"))
-        self._set("top_k", _integer("top_k", self.top_k, low=0, hint="0 turns it off"))
-        self._set("top_p", _number("top_p", self.top_p, low=0.0, high=1.0, hint="1 turns it off"))
+        self._set("temperature", _check_number("temperature", self.temperature, low=0.0, hint="0 means greedy"))
+        self._set("top_k", _check_integer("top_k", self.top_k, low=0, hint="0 turns it off"))
+        self._set("top_p", _check_number("top_p", self.top_p, low=0.0, high=1.0, hint="1 turns it off"))
         for name, cut in CUTS.items():
             hint = f"{cut.off:g} turns it off"
-            self._set(name, _number(name, getattr(self, name), low=cut.low, high=cut.high, hint=hint))
-        penalty = _number("repetition_penalty", self.repetition_penalty, above=0.0, hint="1 turns it off")
+            self._set(name, _check_number(name, getattr(self, name), low=cut.low, high=cut.high, hint=hint))
+        penalty = _check_number("repetition_penalty", self.repetition_penalty, above=0.0, hint="1 turns it off")
         self._set("repetition_penalty", penalty)
         for name in ("presence_penalty", "frequency_penalty"):
-            self._set(name, _number(name, getattr(self, name), low=-2.0, high=2.0, hint="0 turns it off"))
-        self._set("logit_bias", _biases(self.logit_bias))
+            self._set(name, _check_number(name, getattr(self, name), low=-2.0, high=2.0, hint="0 turns it off"))
+        self._set("logit_bias", _check_biases(self.logit_bias))
         if self.seed is not None:
             self._set("seed", check_seed(self.seed))
-        self._set("max_tokens", _integer("max_tokens", self.max_tokens, low=1))
-        self._set("stop", _strings("stop", self.stop))
+        self._set("max_tokens", _check_integer("max_tokens", self.max_tokens, low=1))
+        self._set("stop", _check_strings("stop", self.stop))
         for name in ("stop_token_ids", "shown_special_tokens"):
-            self._set(name, _token_ids(name, getattr(self, name)))
+            self._set(name, _check_token_ids(name, getattr(self, name)))
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
-                self._set(name, _integer(name, count, low=0, high=MAX_LOGPROBS, hint="None gives none"))
+                self._set(name, _check_integer(name, count, low=0, high=MAX_LOGPROBS, hint="None gives none"))
         for name, kind in (("structured_outputs", StructuredOutputs), ("thinking_budget", ThinkingBudget)):
             if (value := getattr(self, name)) is not None and not isinstance(value, kind):
                 raise InvalidRequestError(f"{name} is a {type(value).__name__}.", hint=f"give {kind.__name__}(...).")
@@ -120,11 +120,11 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else self.stop
 
 
-CUTS = cuts_of(SamplingParams)
+CUTS = list_cuts(SamplingParams)
 """Rules that leave unlikely tokens out, by the field that holds their number."""
 
 
-def _number(
+def _check_number(
     name: str,
     value: object,
     *,
@@ -148,7 +148,7 @@ def _number(
     return number
 
 
-def _integer(name: str, value: object, *, low: int, high: float = math.inf, hint: str = "") -> int:
+def _check_integer(name: str, value: object, *, low: int, high: float = math.inf, hint: str = "") -> int:
     """An integer of at least ``low`` and at most ``high``; a bool or a float is refused."""
     span = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
     wanted = f"give an integer {span}{'; ' + hint if hint else ''}."
@@ -161,7 +161,7 @@ def _integer(name: str, value: object, *, low: int, high: float = math.inf, hint
     return number
 
 
-def _strings(name: str, value: object) -> tuple[str, ...]:
+def _check_strings(name: str, value: object) -> tuple[str, ...]:
     """A string or an iterable of strings, none of them empty."""
     if not isinstance(value, (str, Iterable)) or isinstance(value, (bytes, Mapping)):
         raise InvalidRequestError(f"{name} is {value!r}.", hint="give a string or a list of strings.")
@@ -172,18 +172,20 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     return strings
 
 
-def _token_ids(name: str, value: object) -> tuple[int, ...]:
+def _check_token_ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
         raise InvalidRequestError(f"{name} is {value!r}.", hint="give a list of token ids.")
-    return tuple(_integer(f"{name}[{i}]", token, low=0) for i, token in enumerate(value))
+    return tuple(_check_integer(f"{name}[{i}]", token, low=0) for i, token in enumerate(value))
 
 
-def _biases(value: object) -> dict[int, float]:
+def _check_biases(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise InvalidRequestError(f"logit_bias is {value!r}.", hint="give a mapping of token id to number.")
     biases = {}
     for token, bias in value.items():
-        token_id = _integer("a token id in logit_bias", token, low=0)
+        token_id = _check_integer("a token id in logit_bias", token, low=0)
         banned = isinstance(bias, float) and bias == -math.inf
-        biases[token_id] = bias if banned else _number(f"logit_bias[{token_id}]", bias, hint="-inf bans the token")
+        biases[token_id] = (
+            bias if banned else _check_number(f"logit_bias[{token_id}]", bias, hint="-inf bans the token")
+        )
     return biases

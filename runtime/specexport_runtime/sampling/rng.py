@@ -54,7 +54,7 @@ class RandomStream:
         return block[position - index * _BLOCK]
 
     def branch(self, position: int, number: int) -> Draws:
-        """Those of one more token that is tested there or behind it, by its number from 0."""
+        """Those of one more token that is tested there or after it, by its number from 0."""
         index, offset = divmod(number, _BLOCK)
         place, block = (position, index), self._branches
         if block[0] != place:
@@ -74,7 +74,7 @@ class RandomStream:
 class RoundDraws:
     """The random numbers of a text that is made in rounds: those of each place in the round at hand.
 
-    No number serves two rounds: a round begins behind all that were looked at. So a draft may depend on all before it.
+    No number serves two rounds: a round begins after all that were looked at. So a draft may depend on all before it.
     Plain decoding and copies use all that they look at: the n-th token has the n-th numbers.
     """
 

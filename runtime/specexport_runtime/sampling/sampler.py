@@ -10,8 +10,8 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.device_rows import DeviceRow
 from specexport_runtime.executors.host_rows import HostRows, open_host_rows
 from specexport_runtime.executors.logit_rows import LogitRow
-from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, RowRule, whole_row
-from specexport_runtime.sampling.device import FlatRows, on_host, row_distribution, row_rule
+from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, RowRule, ask_whole_row
+from specexport_runtime.sampling.device import FlatRowTracker, make_row_distribution, make_row_rule, to_host
 from specexport_runtime.sampling.distribution import (
     Distribution,
     Float32Array,
@@ -55,11 +55,11 @@ class Sampler:
         self._given = grammar
         self._vocab_size = vocab_size
         self._adjuster = LogitAdjuster(params, prompt_tokens, vocab_size)
-        self._flat = FlatRows()
+        self._flat = FlatRowTracker()
         self._rules: dict[int, RowRule] = {}  # by width
         # Of rows that come as numbers, changed or not: by width, what cuts them and how; None where numpy does it.
         self._near: dict[int, tuple[HostRows, RowAsk] | None] = {}
-        self._near_flat = FlatRows()
+        self._near_flat = FlatRowTracker()
         self.is_greedy = params.is_greedy
         """Nothing is drawn: use ``greedy_token``."""
         self._set_grammar()
@@ -91,32 +91,34 @@ class Sampler:
 
     def _rule(self, width: int) -> RowRule:
         if not self.is_plain:
-            rule = whole_row(width).rule
+            rule = ask_whole_row(width).rule
         elif self.is_greedy:
             rule = NOTHING.rule
         else:
-            rule = row_rule(self.params, self._vocab_size)._replace(width=min(width, self._vocab_size))
+            rule = make_row_rule(self.params, self._vocab_size)._replace(width=min(width, self._vocab_size))
         self._rules[width] = rule
         return rule
 
     def ask(self, uniform: float, width: int, token: int = -1, slot: int = -1) -> RowAsk:
-        """What to ask of a row of ``width`` logits; see ``device.row_rule``."""
+        """What to ask of a row of ``width`` logits; see ``device.make_row_rule``."""
         rule = self._rules.get(width) or self._rule(width)
         if rule.cuts or rule.fetch:
-            return whole_row(width) if rule.cuts and self._flat.fetches_next() else RowAsk(rule, uniform, token)
+            return (
+                ask_whole_row(width) if rule.cuts and self._flat.should_fetch_next() else RowAsk(rule, uniform, token)
+            )
         return RowAsk(rule, uniform, token, slot)
 
-    def row_distribution(self, row: LogitRow, drafted: Sequence[int] = ()) -> Distribution:
+    def make_row_distribution(self, row: LogitRow, drafted: Sequence[int] = ()) -> Distribution:
         """As :meth:`distribution`, of a row that was asked by :meth:`ask`, where it lies."""
         rule = row.ask.rule
         if not (rule.temperature and isinstance(row, DeviceRow)):
             return self.distribution(row.fetch(), drafted)
         if rule.cuts:
             self._flat.record(row)
-        return row_distribution(row, self.params)
+        return make_row_distribution(row, self.params)
 
     def distribution(self, logits: Float32Array, drafted: Sequence[int] = ()) -> HostDistribution:
-        """The distribution of the token behind ``drafted``, from raw logits [V']; ids from V' on are left out.
+        """The distribution of the token after ``drafted``, from raw logits [V']; ids from V' on are left out.
 
         CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
         """
@@ -132,17 +134,17 @@ class Sampler:
         """``truncated_softmax``, by the library of operators where that leaves few tokens."""
         width = len(row)
         if width not in self._near:
-            rule = row_rule(self.params, width)
+            rule = make_row_rule(self.params, width)
             rows = open_host_rows(width, 1) if rule.cuts else None
             self._near[width] = None if rows is None else (rows, RowAsk(rule))
         near = self._near[width]
-        if near is None or self._near_flat.fetches_next():
+        if near is None or self._near_flat.should_fetch_next():
             return truncated_softmax(row, self.params)
         rows, ask = near
         rows.begin(row[None])
         found = rows.query(0, ask)
         self._near_flat.record(found)
-        return on_host(row_distribution(found, self.params))
+        return to_host(make_row_distribution(found, self.params))
 
     def greedy_token(self, logits: Float32Array, drafted: Sequence[int] = ()) -> int:
         """The most likely token after bias and penalties, the lowest id on a tie. Arguments as ``distribution``."""
@@ -151,7 +153,7 @@ class Sampler:
         allowed = None if self.grammar is None else self.grammar.allowed(drafted)
         if allowed is None or (token < len(allowed) and allowed[token]):
             return token
-        ids = _ids_of(allowed, processed)
+        ids = _list_allowed_ids(allowed, processed)
         return int(ids[_argmax(processed[ids])])
 
     def allowed_logits(self, logits: Float32Array, drafted: Sequence[int]) -> tuple[Float32Array, Int64Array | None]:
@@ -163,7 +165,7 @@ class Sampler:
         allowed = None if self.grammar is None else self.grammar.allowed(drafted)
         if allowed is None:
             return processed, None
-        ids = _ids_of(allowed, processed)
+        ids = _list_allowed_ids(allowed, processed)
         return processed[ids], ids
 
     def _adjusted(self, logits: Float32Array, drafted: Sequence[int]) -> Float32Array:
@@ -171,7 +173,7 @@ class Sampler:
         return self._adjuster.apply(row, drafted) if self._adjuster.active else row
 
 
-def _ids_of(allowed: BoolArray, logits: Float32Array) -> Int64Array:
+def _list_allowed_ids(allowed: BoolArray, logits: Float32Array) -> Int64Array:
     """The ids [n] that a grammar allows, ascending: few as a rule. InvalidRequestError: none among the logits."""
     ids: Int64Array = allowed[: len(logits)].nonzero()[0]
     if not len(ids):
@@ -216,7 +218,7 @@ class LogitAdjuster:
             ids = self._bias_ids[: self._bias_ids.searchsorted(len(logits))]
             processed[ids] = processed[ids] + self._bias_values[: len(ids)]
         if self._penalises:
-            with self._history.including(drafted) as (ids, counts):
+            with self._history.with_drafted(drafted) as (ids, counts):
                 known = slice(None) if len(logits) >= self._history.vocab_size else ids < len(logits)
                 processed[ids[known]] = self._penalised(processed[ids[known]].astype(np.float64), counts[known])
         return processed
@@ -257,7 +259,7 @@ class _TokenCounts:
         self._counts[slot] += 1
 
     @contextmanager
-    def including(self, drafted: Sequence[int]) -> Iterator[tuple[Int64Array, Int64Array]]:
+    def with_drafted(self, drafted: Sequence[int]) -> Iterator[tuple[Int64Array, Int64Array]]:
         """Views (ids, output counts) as if ``drafted`` had been added; undone on exit."""
         committed = self._size
         for token in drafted:

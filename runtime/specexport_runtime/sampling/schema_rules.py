@@ -21,10 +21,10 @@ _MAPS = _DEFINITIONS | {"properties", "patternProperties", "dependentSchemas"}
 _DIGITS = 10  # no index in a list has more
 
 
-class Place(NamedTuple):
-    """Where a part of a schema is: a place, and the key behind it; the places of a schema share their beginnings."""
+class SchemaPath(NamedTuple):
+    """Where a part of a schema is: a place, and the key after it; the places of a schema share their beginnings."""
 
-    outer: "Place | None"
+    outer: "SchemaPath | None"
     key: str
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 class _Part(NamedTuple):
     """A schema within a schema: where it is (None: the whole), and what its reference is to."""
 
-    where: Place | None
+    where: SchemaPath | None
     schema: Mapping[str, Any]
     target: Any
 
@@ -47,49 +47,49 @@ class _Part(NamedTuple):
         return "the schema" if self.where is None else f"its part {self.where}"
 
 
-def fault_of(schema: Any) -> str | None:
+def find_fault(schema: Any) -> str | None:
     """What is wrong with a JSON schema, as a sentence without its full stop; None if nothing is.
 
     The work grows as the schema does, whatever refers to what in it.
     """
-    named = [each for each in _objects(schema) if isinstance(each.get("$anchor"), str)]
+    named = [each for each in _iter_objects(schema) if isinstance(each.get("$anchor"), str)]
     anchors = {each["$anchor"]: each for each in reversed(named)}  # the first of a name
-    for part in _parts(schema, anchors):
+    for part in _iter_parts(schema, anchors):
         if found := MATCHER_KEYS & part.schema.keys():
             return f"{part.name} has {min(found)!r}, a setting of the matcher and no keyword"
-    used = list(_parts(schema, anchors, only_used=True))
-    begun = _begun(used)
+    used = list(_iter_parts(schema, anchors, only_used=True))
+    begun = _find_satisfiable(used)
     for part in used:
         if id(part.schema) not in begun and "$ref" in part.schema:
             return f"{part.name} refers to {part.schema['$ref']!r}, which comes back to itself with nothing of a value"
     return None
 
 
-def _parts(schema: Any, anchors: Mapping[str, Any], *, only_used: bool = False) -> Iterator[_Part]:
+def _iter_parts(schema: Any, anchors: Mapping[str, Any], *, only_used: bool = False) -> Iterator[_Part]:
     """All schemas within a schema that are objects; ``only_used``: without unused definitions."""
-    todo: list[tuple[Place | None, Any]] = [(None, schema)]
+    todo: list[tuple[SchemaPath | None, Any]] = [(None, schema)]
     seen: set[int] = set()
     while todo:
         where, part = todo.pop()
         if not isinstance(part, Mapping) or id(part) in seen:
             continue
         seen.add(id(part))
-        target = _target(part["$ref"], schema, anchors) if "$ref" in part else None
+        target = _resolve_reference(part["$ref"], schema, anchors) if "$ref" in part else None
         yield _Part(where, part, target)
-        todo.append((Place(where, "$ref"), target))
+        todo.append((SchemaPath(where, "$ref"), target))
         for key, value in part.items():
             if only_used and key in _DEFINITIONS:
                 continue
-            place = Place(where, key)
+            place = SchemaPath(where, key)
             if key in _LISTS and isinstance(value, list):
-                todo += [(Place(place, str(i)), each) for i, each in enumerate(value)]
+                todo += [(SchemaPath(place, str(i)), each) for i, each in enumerate(value)]
             elif key in _MAPS and isinstance(value, Mapping):
-                todo += [(Place(place, name), each) for name, each in value.items()]
+                todo += [(SchemaPath(place, name), each) for name, each in value.items()]
             elif key in _SCHEMAS:
                 todo.append((place, value))
 
 
-def _begun(parts: list[_Part]) -> set[int]:
+def _find_satisfiable(parts: list[_Part]) -> set[int]:
     """Ids of the schemas of which a value can begin: the least fixed point, by what waits for each.
 
     A schema begins when one has of each group that stands in its place. What is not among ``parts`` is the matcher's
@@ -100,8 +100,8 @@ def _begun(parts: list[_Part]) -> set[int]:
     left = dict.fromkeys(waiting, 0)  # groups of each schema in which none has begun
     for part in parts:
         groups = [[part.target]] if "$ref" in part.schema else []
-        groups += [[each] for each in _list_of(part.schema, "allOf")]
-        groups += [_list_of(part.schema, "anyOf"), _list_of(part.schema, "oneOf")]
+        groups += [[each] for each in _read_list(part.schema, "allOf")]
+        groups += [_read_list(part.schema, "anyOf"), _read_list(part.schema, "oneOf")]
         for group in groups:
             if group and all(id(each) in waiting for each in group):
                 left[id(part.schema)] += 1
@@ -119,12 +119,12 @@ def _begun(parts: list[_Part]) -> set[int]:
     return set(begun)
 
 
-def _list_of(schema: Mapping[str, Any], key: str) -> list[Any]:
+def _read_list(schema: Mapping[str, Any], key: str) -> list[Any]:
     found = schema.get(key)
     return found if isinstance(found, list) else []
 
 
-def _target(reference: Any, root: Any, anchors: Mapping[str, Any]) -> Any:
+def _resolve_reference(reference: Any, root: Any, anchors: Mapping[str, Any]) -> Any:
     """The schema that a reference within the document is to; None for any other."""
     if not isinstance(reference, str) or not isinstance(root, Mapping):
         return None
@@ -148,7 +148,7 @@ def _target(reference: Any, root: Any, anchors: Mapping[str, Any]) -> Any:
     return found
 
 
-def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+def _iter_objects(value: Any) -> Iterator[Mapping[str, Any]]:
     """All objects within a value."""
     todo = [value]
     while todo:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sampling.schema_rules import fault_of
+from specexport_runtime.sampling.schema_rules import find_fault
 from specexport_runtime.sampling.thinking import Thinking
 
 MAX_GRAMMAR_CHARS = 262_144
@@ -52,7 +52,7 @@ class StructuredOutputs:
         if kind == "json":
             object.__setattr__(self, "json", _schema_text(self.json, self.name))
         elif kind == "choice":
-            object.__setattr__(self, "choice", _choices(self.choice, self.name))
+            object.__setattr__(self, "choice", _check_choices(self.choice, self.name))
         elif kind == "json_object":
             if self.json_object is not True:
                 raise InvalidRequestError(f"{self.name} is {self.json_object!r}.", "give true.")
@@ -92,7 +92,7 @@ def _schema_text(schema: Any, name: str) -> str:
             raise InvalidRequestError(f"{name} is no JSON schema.", "give an object.")
         text = json.dumps(schema)
         _check_size(name, text)
-        if (fault := fault_of(json.loads(text))) is not None:
+        if (fault := find_fault(json.loads(text))) is not None:
             raise InvalidRequestError(f"{name}: {fault}.", "change it, or leave it out.")
         return text
     except InvalidRequestError:  # which is a ValueError too
@@ -106,7 +106,7 @@ def _check_size(name: str, text: str) -> None:
         raise InvalidRequestError(f"{name} has {len(text)} characters.", f"give at most {MAX_GRAMMAR_CHARS}.")
 
 
-def _choices(choice: Any, name: str) -> tuple[str, ...]:
+def _check_choices(choice: Any, name: str) -> tuple[str, ...]:
     if isinstance(choice, str) or not all(isinstance(each, str) and each for each in choice):
         raise InvalidRequestError(f"{name} is no list of texts.", "give texts that are not empty.")
     choices = tuple(choice)

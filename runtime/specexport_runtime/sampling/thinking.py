@@ -9,8 +9,8 @@ import numpy as np
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.grammar import BoolArray, Grammar
 
-_Place = Literal["before", "thinking", "behind", "a line behind", "answer"]
-_NEXT: dict[_Place, _Place] = {"behind": "a line behind", "a line behind": "answer"}
+_Place = Literal["before", "thinking", "after", "a line after", "answer"]
+_NEXT: dict[_Place, _Place] = {"after": "a line after", "a line after": "answer"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Thinking:
 
 
 class GrammarAfterThinking(Grammar):
-    """A grammar behind a free part, as in ``Grammar``.
+    """A grammar after a free part, as in ``Grammar``.
 
     Before the token that ends the thinking every token is allowed, but for tokens that end the text. From there on the
     grammar rules. A text may also follow the grammar at once. All of this holds place by place, so that a draft may run
@@ -46,11 +46,11 @@ class GrammarAfterThinking(Grammar):
         """See ``Grammar.allowed``."""
         if self._has_ended:
             return None
-        place, free = self._follow(drafted)
+        place, free = self._find_stage(drafted)
         if any(token in self._eos for token in drafted[:free]):
             return None
         if place == "thinking":
-            return self._while_thinking()
+            return self._make_free_mask()
         if free < len(drafted) or place == "answer":
             return super().allowed(drafted[free:])
         if self._border is None:
@@ -65,15 +65,15 @@ class GrammarAfterThinking(Grammar):
         """See ``Grammar.cut``."""
         if self._has_ended:
             return 0
-        _, free = self._follow(drafted)
+        _, free = self._find_stage(drafted)
         for count, token in enumerate(drafted[:free]):
             if token in self._eos:
-                return count + bool(self._while_thinking()[token])
+                return count + bool(self._make_free_mask()[token])
         return free + (super().cut(drafted[free:]) if free < len(drafted) else 0)
 
     def forced(self, most: int, drafted: Sequence[int] = ()) -> list[int]:
         """See ``Grammar.forced``; nothing while the text may still think, or break a line."""
-        stage, free = self._follow(drafted)
+        stage, free = self._find_stage(drafted)
         if self._has_ended or stage != "answer" or any(token in self._eos for token in drafted[:free]):
             return []
         return super().forced(most, drafted[free:])
@@ -82,31 +82,31 @@ class GrammarAfterThinking(Grammar):
         """See ``Grammar.consume``."""
         if self._has_ended:
             return
-        self._stage, free = self._follow(tokens)
+        self._stage, free = self._find_stage(tokens)
         if any(token in self._eos for token in tokens[:free]):
             self._has_ended = True
         elif free < len(tokens):
             super().consume(tokens[free:])
 
-    def _follow(self, tokens: Sequence[int]) -> tuple[_Place, int]:
-        """Where the text is behind ``tokens``, and how many of them are before the grammar's first."""
+    def _find_stage(self, tokens: Sequence[int]) -> tuple[_Place, int]:
+        """Where the text is after ``tokens``, and how many of them are before the grammar's first."""
         place = self._stage
         for count, token in enumerate(tokens):
             if place == "before" and token == self._thinking.begin:
                 place = "thinking"
             elif place == "thinking":
-                place = "behind" if token == self._thinking.end else "thinking"
-            elif place in _NEXT and token in self._thinking.between and not self._begins_with(token):
+                place = "after" if token == self._thinking.end else "thinking"
+            elif place in _NEXT and token in self._thinking.between and not self._can_answer_begin_with(token):
                 place = _NEXT[place]
             else:
                 return "answer", count
         return place, len(tokens)
 
-    def _begins_with(self, token: int) -> bool:
+    def _can_answer_begin_with(self, token: int) -> bool:
         first = super().allowed(())
         return first is not None and bool(first[token])
 
-    def _while_thinking(self) -> BoolArray:
+    def _make_free_mask(self) -> BoolArray:
         if self._free is None:
             self._free = np.ones(self._vocab_size, np.bool_)
             first = super().allowed(())

@@ -50,7 +50,7 @@ class BudgetRules:
 
     def allowed(self, drafted: Sequence[int]) -> BoolArray | None:
         """See ``TokenRules.allowed``."""
-        if self._is_used_up(*self._follow(drafted)):
+        if self._is_used_up(*self._parse_event(drafted)):
             return self._end
         return None if self._form is None else self._form.allowed(drafted)
 
@@ -65,21 +65,21 @@ class BudgetRules:
 
     def forced(self, most: int, drafted: Sequence[int] = ()) -> list[int]:
         """See ``TokenRules.forced``."""
-        if self._is_used_up(*self._follow(drafted)):
+        if self._is_used_up(*self._parse_event(drafted)):
             return [self._thinking.end][:most]
         return [] if self._form is None else self._form.forced(most, drafted)
 
     def consume(self, tokens: Sequence[int]) -> None:
         """See ``TokenRules.consume``."""
-        self._has_begun, self._left = self._follow(tokens)
+        self._has_begun, self._left = self._parse_event(tokens)
         if self._form is not None:
             self._form.consume(tokens)
 
     def _is_used_up(self, has_begun: bool, left: int | None) -> bool:
         return has_begun and left == 0
 
-    def _follow(self, tokens: Sequence[int]) -> tuple[bool, int | None]:
-        """Whether the thinking has begun behind ``tokens``, and what is left of its budget."""
+    def _parse_event(self, tokens: Sequence[int]) -> tuple[bool, int | None]:
+        """Whether the thinking has begun after ``tokens``, and what is left of its budget."""
         place = self._has_begun, self._left
         for token in tokens if self._left is not None else ():
             place = self._after(*place, token)

@@ -20,13 +20,13 @@ import numpy as np
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.sampling.accept import Verdict, draft_probability, normalised, residual
-from specexport_runtime.sampling.device import on_host
+from specexport_runtime.sampling.device import to_host
 from specexport_runtime.sampling.distribution import Distribution, HostDistribution, sample_token
 from specexport_runtime.sampling.rng import RoundDraws
 
 
 def accept_tree_greedy(nodes: Sequence[int], parents: Sequence[int], greedy: Callable[[int], int]) -> Verdict:
-    """Follow the target's greedy tokens through the tree; ``greedy(place)`` is the one behind a node, -1: the text."""
+    """Follow the target's greedy tokens through the tree; ``greedy(place)`` is the one after a node, -1: the text."""
     tree = _Tree(nodes, parents)
     place = -1
     while True:
@@ -38,10 +38,10 @@ def accept_tree_greedy(nodes: Sequence[int], parents: Sequence[int], greedy: Cal
 
 
 def accept_tree(
-    nodes: Sequence[int],  # tokens: the chain's, then those of branches, each behind its parent; siblings differ
-    parents: Sequence[int],  # place of the node before each; -1 behind the text
+    nodes: Sequence[int],  # tokens: the chain's, then those of branches, each after its parent; siblings differ
+    parents: Sequence[int],  # place of the node before each; -1 after the text
     draft_distributions: Sequence[Distribution | None] | None,  # of siblings; None, for all or one: not drawn
-    # Behind a node, -1: the text; called at most once for each, parents first.
+    # After a node, -1: the text; called at most once for each, parents first.
     target_distribution: Callable[[int], Distribution],
     draws: RoundDraws,
 ) -> Verdict:
@@ -49,7 +49,7 @@ def accept_tree(
     tree = _DrawnTree(nodes, parents, draft_distributions, draws)
     place = -1
     while True:
-        child, distribution = _first_passing(tree, place, on_host(target_distribution(place)))
+        child, distribution = _first_passing(tree, place, to_host(target_distribution(place)))
         if child is None:
             token = tree.draw(place, distribution)
             child = tree.child(place, token)
@@ -62,12 +62,12 @@ def accept_tree_block(
     nodes: Sequence[int],
     parents: Sequence[int],
     draft_distributions: Sequence[Distribution | None] | None,
-    target_distribution: Callable[[int], Distribution],  # as for ``accept_tree``; behind nodes that are not kept too
+    target_distribution: Callable[[int], Distribution],  # as for ``accept_tree``; after nodes that are not kept too
     draws: RoundDraws,
 ) -> Verdict:
-    """Test leaves first, and a node where nothing behind it passed: never fewer tokens in the mean than one by one.
+    """Test leaves first, and a node where nothing after it passed: never fewer tokens in the mean than one by one.
 
-    A node of which r is the chance that it or one behind it stays passes on r p(x)/q(x), at most 1, to its first child
+    A node of which r is the chance that it or one after it stays passes on r p(x)/q(x), at most 1, to its first child
     x. If nothing there stays, the next child meets p and r as x leaves them: the positive part of r p - q, and its mass
     m over m + 1 - r. Of children that were not drawn the one that is then drawn from p, if any, has r as it is. Where
     nothing was drawn the rule is ``accept_tree``. CheckFailedError: as there.
@@ -83,7 +83,7 @@ TREE_RULES = {"block": accept_tree_block, "token": accept_tree}
 
 def without(distribution: Distribution, tokens: Sequence[int]) -> HostDistribution:
     """The next sibling's distribution: without its elders; CheckFailedError if they have all its mass."""
-    ids, probs = on_host(distribution)
+    ids, probs = to_host(distribution)
     rest = probs.copy()
     if ids is None:
         rest[[token for token in tokens if token < len(rest)]] = 0.0
@@ -113,7 +113,7 @@ class _Tree:
         return next((child for child in self.children.get(place, ()) if self.nodes[child] == token), None)
 
     def verdict(self, place: int, token: int) -> Verdict:
-        """The path to a node stays, and ``token`` comes behind it."""
+        """The path to a node stays, and ``token`` comes after it."""
         path, is_bonus = [], place not in self.children
         while place >= 0:
             path.append(place)
@@ -158,7 +158,7 @@ class _DrawnTree(_Tree):
         return (self._draws(place) if in_chain else self._draws.branch(place)).accept
 
     def draw(self, place: int, distribution: Distribution) -> int:
-        """What comes behind a node if the text ends its path there."""
+        """What comes after a node if the text ends its path there."""
         return sample_token(distribution, self._draws(self.depths[place]).resample)
 
 
@@ -168,21 +168,21 @@ def _first_passing(tree: _DrawnTree, place: int, distribution: HostDistribution)
         token = tree.nodes[child]
         if tree.uniform(child) * draft_probability(draft, token, child) < distribution.probability(token):
             return child, distribution
-        distribution = _left(distribution, draft, 1.0)[0]
+        distribution = _compute_remainder(distribution, draft, 1.0)[0]
     return None, distribution
 
 
 def _verify_subtree(
     tree: _DrawnTree, place: int, chance: float, target_distribution: Callable[[int], Distribution]
 ) -> tuple[int, int] | None:
-    """The last node that passes on the first path that has one, of a node with a ``chance`` and all behind it.
+    """The last node that passes on the first path that has one, of a node with a ``chance`` and all after it.
 
-    Behind it comes the token. A path ends where only a draft comes to, and there is no distribution.
+    After it comes the token. A path ends where only a draft comes to, and there is no distribution.
     """
     if not _may_pass(tree, place, chance):
         return None
     try:
-        distribution = on_host(target_distribution(place))
+        distribution = to_host(target_distribution(place))
     except (CheckFailedError, InvalidRequestError):
         if place >= 0 and not tree.uniform(place) < chance:
             return None
@@ -193,7 +193,7 @@ def _verify_subtree(
         found = _verify_subtree(tree, child, passed_on, target_distribution) if passed_on > 0.0 else None
         if found is not None:
             return found
-        distribution, mass = _left(distribution, draft, chance)
+        distribution, mass = _compute_remainder(distribution, draft, chance)
         if chance < 1.0:
             chance = mass / (mass + 1.0 - chance)
             if not chance > 0.0:
@@ -208,15 +208,17 @@ def _verify_subtree(
     return (place, token) if passes else None
 
 
-def _left(distribution: HostDistribution, draft: Distribution, weight: float) -> tuple[HostDistribution, float]:
+def _compute_remainder(
+    distribution: HostDistribution, draft: Distribution, weight: float
+) -> tuple[HostDistribution, float]:
     """What a refused token leaves of the target's distribution, and the mass of that."""
     masses = residual(distribution, draft, weight)
     mass = float(masses.sum())
-    return on_host(cast("Distribution", normalised(distribution, masses))), mass
+    return to_host(cast("Distribution", normalised(distribution, masses))), mass
 
 
 def _may_pass(tree: _DrawnTree, place: int, chance: float) -> bool:
-    """Whether a node passes, or one behind it, if the target is sure of all that follows; else it matters nowhere."""
+    """Whether a node passes, or one after it, if the target is sure of all that follows; else it matters nowhere."""
     if place < 0 or tree.uniform(place) < chance:
         return True
     for child in tree.children.get(place, ()):

@@ -135,7 +135,7 @@ def _candidates(values: Float32Array, top_p: float, temperature: float, peak: fl
 def _cut_by_sorting(values: Float32Array, weights: Float64Array, goal: float) -> Int64Array:
     """Indices of the fewest largest values that reach ``goal``; weights are a non-decreasing function of values."""
     ordered = np.sort(values)[::-1]
-    count = _entries_to_reach(np.sort(weights)[::-1], goal)
+    count = _count_to_reach(np.sort(weights)[::-1], goal)
     return _largest(values, count, ordered[count - 1])
 
 
@@ -144,7 +144,7 @@ def _cut_in_band(values: Float32Array, weights: Float64Array, goal: float) -> In
     step = len(values) // _SAMPLE
     ordered = np.sort(values[::step])[::-1]
     sampled = np.sort(weights[::step])[::-1]
-    middle = _entries_to_reach(sampled, goal / float(weights.sum()) * float(sampled.sum()))
+    middle = _count_to_reach(sampled, goal / float(weights.sum()) * float(sampled.sum()))
     margin = len(ordered) // 16  # four standard deviations of a rank in the sample, at the least
     above = values > (ordered[middle - margin] if middle > margin else np.inf)
     band = values >= (ordered[middle + margin] if middle + margin < len(ordered) else -np.inf)
@@ -154,12 +154,12 @@ def _cut_in_band(values: Float32Array, weights: Float64Array, goal: float) -> In
     missing = goal - float((weights * above).sum())  # not a BLAS dot: its threads cost more than the sum
     if not 0.0 < missing <= float(inside_weights.sum()):
         return None
-    count = _entries_to_reach(inside_weights, missing)
+    count = _count_to_reach(inside_weights, missing)
     smallest = np.sort(values[inside])[len(inside) - count]
     return _largest(values, int(np.count_nonzero(above)) + count, smallest)
 
 
-def _entries_to_reach(weights: Float64Array, goal: float) -> int:
+def _count_to_reach(weights: Float64Array, goal: float) -> int:
     """How many leading weights it takes to sum to ``goal``; all of them if they do not."""
     start, before = 0, 0.0
     if len(weights) > 4 * _BLOCK:  # a running sum is slow: take it over blocks, then inside one

@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.server.config import ServerConfig, is_loopback_name
-from specexport_runtime.server.errors import ApiError, unavailable
+from specexport_runtime.server.errors import ApiError, unavailable_error
 from specexport_runtime.server.page import find_page
 from specexport_runtime.server.state import ServerState
 
@@ -56,7 +56,7 @@ class Admission:
             check_content(headers)
             self._check_length(headers)
         if scope["method"] == "POST":
-            ready_engine(state)
+            require_engine(state)
         return owner
 
     def _check_host(self, headers: Headers) -> None:
@@ -87,7 +87,7 @@ class Admission:
     def _check_length(self, headers: Headers) -> None:
         for value in _all(headers, b"content-length"):
             if value.isdigit() and int(value[:20]) > self._config.max_body_bytes:
-                raise body_too_large(self._config)
+                raise body_too_large_error(self._config)
 
 
 def has_body(headers: Headers) -> bool:
@@ -113,12 +113,12 @@ def check_content(headers: Headers) -> None:
         raise ApiError(415, "a compressed body is not taken: send it as it is.", code="compressed")
 
 
-def ready_engine(state: ServerState) -> AsyncSpecEngine:
+def require_engine(state: ServerState) -> AsyncSpecEngine:
     """The engine; ``ApiError`` 503 if it is not loaded yet, or the server shuts down."""
     if state.draining:
-        raise unavailable("draining", "The server is shutting down.")
+        raise unavailable_error("draining", "The server is shutting down.")
     if state.engine is None:
-        raise unavailable("loading", "The model is being loaded.")
+        raise unavailable_error("loading", "The model is being loaded.")
     return state.engine
 
 
@@ -155,7 +155,7 @@ async def read_body(receive: Receive, config: ServerConfig) -> bytes:
                     raise ClientGoneError
                 body += message.get("body", b"")
                 if len(body) > config.max_body_bytes:
-                    raise body_too_large(config)
+                    raise body_too_large_error(config)
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
@@ -167,7 +167,7 @@ async def read_body(receive: Receive, config: ServerConfig) -> bytes:
         ) from None
 
 
-def body_too_large(config: ServerConfig) -> ApiError:
+def body_too_large_error(config: ServerConfig) -> ApiError:
     """The answer to a body that is too large."""
     return ApiError(413, f"the request's body is larger than {config.max_body_bytes} bytes.", code="body_too_large")
 

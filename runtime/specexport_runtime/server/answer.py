@@ -13,10 +13,16 @@ from starlette.types import Receive, Scope, Send
 from specexport_runtime.async_engine import MAX_AT_A_TIME, AsyncRequest, AsyncSpecEngine, Lane
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.requests.results import GenerationResult, StreamChunk, StreamPiece
-from specexport_runtime.server.answer_format import AnswerFormat, prompt_logprobs_json, prompt_pieces, usage_of
-from specexport_runtime.server.errors import ApiError, as_api_error, client_gone, timed_out, unavailable
+from specexport_runtime.server.answer_format import AnswerFormat, build_usage, prompt_logprobs_json, prompt_pieces
+from specexport_runtime.server.errors import (
+    ApiError,
+    as_api_error,
+    client_gone_error,
+    request_timeout_error,
+    unavailable_error,
+)
 from specexport_runtime.server.json_text import LongList
-from specexport_runtime.server.log_format import fields
+from specexport_runtime.server.log_format import log_fields
 from specexport_runtime.server.responses_format import ResponsesFormat
 from specexport_runtime.server.sse import EventStream
 from specexport_runtime.server.token_text import TokenTexts
@@ -39,7 +45,7 @@ AnswerForm = AnswerFormat | ResponsesFormat
 """JSON of one answer, as an endpoint has it."""
 
 
-class Prepared(NamedTuple):
+class PreparedRequest(NamedTuple):
     """What is known of a request when it was read."""
 
     plan: RequestPlan
@@ -54,7 +60,7 @@ class Answer(Response):
         self,
         engine: AsyncSpecEngine,
         owner: str,
-        prepare: Callable[[], Awaitable[Prepared]],
+        prepare: Callable[[], Awaitable[PreparedRequest]],
         timeout_s: float,  # the request's, waiting included
     ) -> None:
         super().__init__()
@@ -68,8 +74,8 @@ class Answer(Response):
         stream, log = EventStream(send), scope.get("state", {}).get("log")
         requests: list[AsyncRequest] = []
         try:
-            async with request_life(receive, self._timeout_s):
-                with self._engine.place(self._owner):
+            async with interrupt_on_disconnect(receive, self._timeout_s):
+                with self._engine.hold_place(self._owner):
                     self._plan, self._form, self._texts = await self._prepare()
                 self._pieces: list[list[StreamPiece]] = [[] for _ in self._plan.specs]
                 self._results: list[GenerationResult | None] = [None] * len(self._plan.specs)
@@ -87,7 +93,7 @@ class Answer(Response):
                 raise
             if log is not None:
                 log.error_code = as_api_error(error).code
-            await _end_with_error(stream, error, scope, self._form)
+            await _send_error_event(stream, error, scope, self._form)
         finally:
             for request in requests:
                 request.cancel()  # no effect on those that ended
@@ -105,34 +111,36 @@ class Answer(Response):
             raise ApiError(400, f"speculative: {error}", param="speculative", code="invalid_value") from None
 
     async def _send_whole(self, requests: list[AsyncRequest], scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(merge(requests)) as batches:
+        async with aclosing(merge_updates(requests)) as batches:
             async for batch in batches:
                 for update in batch:
-                    self._take(requests, update)
-        num_entries = self._num_entries()
+                    self._record_update(requests, update)
+        num_entries = self._count_entries()
         if num_entries <= _FEW:
-            body = self._whole(requests)
+            body = self._build_body(requests)
         else:  # other clients should not wait while they are written
             lane: Lane = "brief" if num_entries <= _MANY else "long"
-            body = await self._engine.aside(partial(self._whole, requests), self._owner, lane=lane, is_taken=True)
+            body = await self._engine.run_aside(
+                partial(self._build_body, requests), self._owner, lane=lane, is_taken=True
+            )
         await Response(body, media_type="application/json")(scope, receive, send)
 
-    def _num_entries(self) -> int:
+    def _count_entries(self) -> int:
         """What an answer tells of tokens besides its text; 0 for no more than that."""
         plan, told = self._plan, sum(map(len, self._pieces))
         prompts = plan.num_prompt_tokens if plan.scores or plan.prompt_logprobs is not None else 0
         is_plain = plan.logprobs is None and not plan.origins and plan.conversation is None
         return prompts * 21 + (0 if is_plain else told * (1 + (plan.logprobs or 0)))
 
-    def _whole(self, requests: Sequence[AsyncRequest]) -> bytes:
+    def _build_body(self, requests: Sequence[AsyncRequest]) -> bytes:
         """The body of an answer that is not streamed; all choices have ended."""
-        choices, results = [], self._finished()
+        choices, results = [], self._list_finished()
         for i, result in enumerate(results):
             pieces, text, echo = self._pieces[i], result.text, self._plan.echoes[i].text
             if self._plan.only_echo:
                 pieces, text = [], ""
             else:
-                echo = self._plan.echoes[i].before(_replaced(requests[i]))
+                echo = self._plan.echoes[i].before(_count_replaced_characters(requests[i]))
             text = echo + text
             if self._plan.logprobs is not None:
                 pieces = [p._replace(offset=min(len(echo) + p.offset, len(text))) for p in pieces]
@@ -152,26 +160,26 @@ class Answer(Response):
         return [each[i // n] for i in range(len(results))]
 
     async def _send_events(self, requests: list[AsyncRequest], stream: EventStream) -> None:
-        opening = b"".join([self._form.opening(i, echo.settled) for i, echo in enumerate(self._plan.echoes)])
+        opening = b"".join([self._form.opening(i, echo.settled_text) for i, echo in enumerate(self._plan.echoes)])
         if opening:
             await stream.write(opening)
-        async with aclosing(merge(requests)) as batches:
+        async with aclosing(merge_updates(requests)) as batches:
             async for batch in batches:
                 events = []
                 for update in batch:
-                    pieces, finish = self._take(requests, update)
+                    pieces, finish = self._record_update(requests, update)
                     if pieces or finish:
                         drafted = sum(chunk.drafted for chunk in update.chunks)
-                        usage = self._usage_so_far(requests) if self._plan.continuous_usage else None
-                        events.append(self._rest_of_echo(requests, update.choice, pieces, finish))
+                        usage = self._compute_partial_usage(requests) if self._plan.continuous_usage else None
+                        events.append(self._build_remaining_echo(requests, update.choice, pieces, finish))
                         events.append(self._form.chunk(update.choice, pieces, finish, drafted, usage))
                 if body := b"".join(events):
                     await stream.write(body)
         closing = partial(self._form.closing, self._usage())
         is_long = self._plan.logprobs is not None and not self._form.closes_briefly
-        await stream.finish(await self._engine.aside(closing, self._owner, is_taken=True) if is_long else closing())
+        await stream.finish(await self._engine.run_aside(closing, self._owner, is_taken=True) if is_long else closing())
 
-    def _rest_of_echo(
+    def _build_remaining_echo(
         self, requests: Sequence[AsyncRequest], choice: int, pieces: Sequence[StreamPiece], finish: str | None
     ) -> bytes:
         """What the answer's first text leaves of the echo's end, in an event before it."""
@@ -179,9 +187,13 @@ class Answer(Response):
         if not echo.open_end or choice in self._echoed or not (finish or any(piece.text for piece in pieces)):
             return b""
         self._echoed.add(choice)
-        return self._form.opening(choice, echo.before(_replaced(requests[choice]))[len(echo.settled) :])
+        return self._form.opening(
+            choice, echo.before(_count_replaced_characters(requests[choice]))[len(echo.settled_text) :]
+        )
 
-    def _take(self, requests: list[AsyncRequest], update: ChoiceUpdate) -> tuple[list[StreamPiece], str | None]:
+    def _record_update(
+        self, requests: list[AsyncRequest], update: ChoiceUpdate
+    ) -> tuple[list[StreamPiece], str | None]:
         """Note what came for a choice; its new pieces, and why it ended."""
         chunks = update.chunks
         pieces = chunks[0].pieces if len(chunks) == 1 else [piece for chunk in chunks for piece in chunk.pieces]
@@ -192,10 +204,10 @@ class Answer(Response):
         finish = chunks[-1].finish_reason if chunks else None
         return pieces, None if finish == "cancelled" else finish  # the result tells of that
 
-    def _finished(self) -> list[GenerationResult]:
+    def _list_finished(self) -> list[GenerationResult]:
         return [result for result in self._results if result is not None]
 
-    def _usage_so_far(self, requests: list[AsyncRequest]) -> dict[str, Any]:
+    def _compute_partial_usage(self, requests: list[AsyncRequest]) -> dict[str, Any]:
         """Of a stream that goes on."""
         handles = [request.handle for request in requests]
         generated = sum(handle.request.num_generated for handle in handles if handle is not None)
@@ -207,14 +219,14 @@ class Answer(Response):
         n = self._plan.num_choices
         # Of a prompt's choices, the one that had to read the most: the others went on from what it read.
         each = [[count for count in cached[i : i + n] if count is not None] for i in range(0, len(cached), n)]
-        stats = [result.stats for result in self._finished()]
-        usage = usage_of(self._plan.num_prompt_tokens, stats, sum(min(counts, default=0) for counts in each))
+        stats = [result.stats for result in self._list_finished()]
+        usage = build_usage(self._plan.num_prompt_tokens, stats, sum(min(counts, default=0) for counts in each))
         if self._plan.only_echo:
             usage |= {"completion_tokens": 0, "total_tokens": self._plan.num_prompt_tokens}
         return usage
 
 
-async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[ChoiceUpdate]]:
+async def merge_updates(requests: list[AsyncRequest]) -> AsyncGenerator[list[ChoiceUpdate]]:
     """What comes for any of the requests, all that is there at a time, until all have ended."""
     if len(requests) == 1:
         async for chunks in requests[0].batches():
@@ -247,7 +259,7 @@ async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[ChoiceUpdat
             task.cancel()
 
 
-def _replaced(request: AsyncRequest) -> int:
+def _count_replaced_characters(request: AsyncRequest) -> int:
     """Characters that the echo loses at its end, when the answer has text, or has ended."""
     assert request.handle is not None  # noqa: S101  # it was submitted
     text = request.handle.request.text
@@ -259,23 +271,23 @@ def _result(request: AsyncRequest) -> GenerationResult:
     assert request.handle is not None  # noqa: S101  # it was submitted
     result = request.handle.result(0)
     if result.finish_reason == "cancelled":
-        raise unavailable("draining", "The server is shutting down and could not finish this request.")
+        raise unavailable_error("draining", "The server is shutting down and could not finish this request.")
     return result
 
 
-async def _end_with_error(stream: EventStream, error: Exception, scope: Scope, form: AnswerForm) -> None:
+async def _send_error_event(stream: EventStream, error: Exception, scope: Scope, form: AnswerForm) -> None:
     """Tell of an error in a stream that has begun; the status was sent long ago."""
     told = as_api_error(error)
     if told.status == 499:
         return  # the client is gone
     if told.status == 500:
         request_id = scope.get("state", {}).get("request_id")
-        _log.error("A request failed while it was streamed.", exc_info=error, extra=fields(request_id=request_id))
+        _log.error("A request failed while it was streamed.", exc_info=error, extra=log_fields(request_id=request_id))
     await stream.finish(form.failure(told))
 
 
 @asynccontextmanager
-async def request_life(receive: Receive, timeout_s: float) -> AsyncIterator[None]:
+async def interrupt_on_disconnect(receive: Receive, timeout_s: float) -> AsyncIterator[None]:
     """Interrupts its block, wherever it waits, when the client goes away (``ApiError`` 499) or the time is up (504)."""
     gone = False
 
@@ -297,4 +309,4 @@ async def request_life(receive: Receive, timeout_s: float) -> AsyncIterator[None
     except TimeoutError:
         if not limit.expired():
             raise  # one of the block's own
-        raise (client_gone() if gone else timed_out(timeout_s)) from None
+        raise (client_gone_error() if gone else request_timeout_error(timeout_s)) from None

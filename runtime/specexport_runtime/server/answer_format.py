@@ -72,7 +72,7 @@ class AnswerFormat(ABC):
         """An event of one choice; arguments as :meth:`chunk`, ``delta`` is its JSON text."""
         more = "" if finish is None else f'"{finish}"'
         logprobs = "null" if self._texts is None or not pieces else json_text(self._logprobs(pieces))
-        origins = f',"tokens":{json.dumps(origins_of(pieces))},"drafted":{drafted}' if self._origins else ""
+        origins = f',"tokens":{json.dumps(list_origins(pieces))},"drafted":{drafted}' if self._origins else ""
         body = f'{delta},"logprobs":{logprobs},"finish_reason":{more or "null"}{origins}'
         after = self._after if usage is None else f'}}],"usage":{json.dumps(usage)}}}\n\n'
         return f"{self._before}{index},{body}{after}".encode()
@@ -102,7 +102,7 @@ class AnswerFormat(ABC):
     ) -> dict[str, Any]:
         logprobs = None if self._texts is None else self._logprobs(pieces)
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
-        return choice | ({"tokens": origin_rows(pieces)} if self._origins else {})
+        return choice | ({"tokens": make_lazy_origins(pieces)} if self._origins else {})
 
     def whole(
         self, choices: list[dict[str, Any]], usage: dict[str, Any], prompt_logprobs: list[Any] | None = None
@@ -110,7 +110,7 @@ class AnswerFormat(ABC):
         """An answer that is not streamed; ``prompt_logprobs`` are those of each choice's prompt."""
         answer = self._head(self.whole_object) | {"choices": choices, "usage": usage}
         if prompt_logprobs is not None:
-            self._place(prompt_logprobs, answer)
+            self._add_prompt_logprobs(prompt_logprobs, answer)
         return json_text(answer).encode()
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class AnswerFormat(ABC):
 
     def _logprobs(self, pieces: Sequence[StreamPiece]) -> dict[str, Any]:
         assert self._texts is not None  # noqa: S101  # callers check
-        return self._logprobs_of(pieces, self._texts)
+        return self._build_logprobs(pieces, self._texts)
 
     @abstractmethod
     def _delta(self, text: str) -> str: ...
@@ -130,10 +130,10 @@ class AnswerFormat(ABC):
     def _content(self, text: str) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _place(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None: ...
+    def _add_prompt_logprobs(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None: ...
 
     @abstractmethod
-    def _logprobs_of(self, pieces: Sequence[StreamPiece], texts: TokenTexts) -> dict[str, Any]: ...
+    def _build_logprobs(self, pieces: Sequence[StreamPiece], texts: TokenTexts) -> dict[str, Any]: ...
 
 
 class CompletionFormat(AnswerFormat):
@@ -150,18 +150,18 @@ class CompletionFormat(AnswerFormat):
     def _content(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def _place(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None:
+    def _add_prompt_logprobs(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None:
         for choice, each in zip(answer["choices"], prompt_logprobs, strict=True):
             choice["prompt_logprobs"] = each
 
-    def _logprobs_of(self, pieces: Sequence[StreamPiece], texts: TokenTexts) -> dict[str, Any]:
+    def _build_logprobs(self, pieces: Sequence[StreamPiece], texts: TokenTexts) -> dict[str, Any]:
         tokens, offsets = [], [piece.offset for piece in pieces]
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         for piece, behind in zip(pieces, [*offsets[1:], 1], strict=True):
             own = texts[piece.token_id].text
             if piece.offset == 0:
-                own = _as_first(own, piece.text, is_shown=behind > 0)
+                own = _format_first_token(own, piece.text, is_shown=behind > 0)
             tokens.append(own)
             if piece.logprobs is None:  # the first token of a prompt follows nothing
                 values.append(None)
@@ -170,8 +170,8 @@ class CompletionFormat(AnswerFormat):
             top: dict[str, float] = {}
             for token, value in (*piece.logprobs.top, (piece.token_id, piece.logprobs.logprob)):
                 name = own if token == piece.token_id else texts[token].text
-                top.setdefault(name, finite(value))  # the likelier one of two that read the same
-            values.append(finite(piece.logprobs.logprob))
+                top.setdefault(name, clamp_logprob(value))  # the likelier one of two that read the same
+            values.append(clamp_logprob(piece.logprobs.logprob))
             tops.append(top)
         told = LongList(len(tops), lambda begin, end: tops[begin:end])
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": told, "text_offset": offsets}
@@ -192,21 +192,21 @@ class ChatFormat(AnswerFormat):
     def _content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _place(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None:
+    def _add_prompt_logprobs(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None:
         answer["prompt_logprobs"] = prompt_logprobs[0]  # a chat has one prompt
 
-    def _logprobs_of(self, pieces: Sequence[StreamPiece], texts: TokenTexts) -> dict[str, Any]:
-        return {"content": chat_rows(pieces, texts), "refusal": None}
+    def _build_logprobs(self, pieces: Sequence[StreamPiece], texts: TokenTexts) -> dict[str, Any]:
+        return {"content": make_lazy_chat_logprobs(pieces, texts), "refusal": None}
 
 
-def _as_first(name: str, shown: str, *, is_shown: bool) -> str:
+def _format_first_token(name: str, shown: str, *, is_shown: bool) -> str:
     """A token that may be the first of a text: decoders show it without its space, or with its ``##``."""
     if shown and (name.endswith(shown) or shown.endswith(name)):
         return shown
     return "" if name.isspace() and not is_shown else name
 
 
-def usage_of(num_prompt_tokens: int, stats: Sequence[RequestStats], cached_tokens: int = 0) -> dict[str, Any]:
+def build_usage(num_prompt_tokens: int, stats: Sequence[RequestStats], cached_tokens: int = 0) -> dict[str, Any]:
     """Tokens and draft tokens of all choices and prompts; of the prompts ``cached_tokens`` were not read again."""
     generated = sum(item.num_generated_tokens for item in stats)
     drafters = sum_by_drafter(item.drafters for item in stats)
@@ -229,12 +229,12 @@ def usage_of(num_prompt_tokens: int, stats: Sequence[RequestStats], cached_token
     }
 
 
-def origin_rows(pieces: Sequence[StreamPiece]) -> LongList:
+def make_lazy_origins(pieces: Sequence[StreamPiece]) -> LongList:
     """Where each token came from, made when it is written."""
-    return LongList(len(pieces), lambda begin, end: origins_of(pieces[begin:end]))
+    return LongList(len(pieces), lambda begin, end: list_origins(pieces[begin:end]))
 
 
-def origins_of(pieces: Sequence[StreamPiece]) -> list[dict[str, Any]]:
+def list_origins(pieces: Sequence[StreamPiece]) -> list[dict[str, Any]]:
     """Where each token came from."""
     return [
         {"text": piece.text, "kind": piece.kind}
@@ -244,7 +244,7 @@ def origins_of(pieces: Sequence[StreamPiece]) -> list[dict[str, Any]]:
     ]
 
 
-def chat_rows(pieces: Sequence[StreamPiece], texts: TokenTexts) -> LongList:
+def make_lazy_chat_logprobs(pieces: Sequence[StreamPiece], texts: TokenTexts) -> LongList:
     """Log-probabilities of tokens as chats have them, made when they are written: they take ten times their JSON."""
     return LongList(len(pieces), lambda begin, end: chat_logprobs(pieces[begin:end], texts))
 
@@ -261,20 +261,20 @@ def chat_logprobs(pieces: Sequence[StreamPiece], texts: TokenTexts) -> list[dict
 
 def _chat_token(texts: TokenTexts, token: int, value: float) -> dict[str, Any]:
     text = texts[token]
-    return {"token": text.text, "logprob": finite(value), "bytes": list(text.data)}
+    return {"token": text.text, "logprob": clamp_logprob(value), "bytes": list(text.data)}
 
 
-def finite(logprob: float) -> float:
+def clamp_logprob(logprob: float) -> float:
     """JSON has no infinity; OpenAI writes -9999 for a token that cannot be."""
     return max(logprob, -9999.0)
 
 
-def most_tokens(num_choices: int, alternatives: int) -> int:
+def max_logprob_tokens(num_choices: int, alternatives: int) -> int:
     """Tokens of each choice whose log-probabilities an answer holds."""
     return MAX_ENTRIES // (num_choices * (1 + alternatives))
 
 
-def check_entries(param: str, what: str, num_tokens: int, alternatives: int) -> None:
+def check_logprob_count(param: str, what: str, num_tokens: int, alternatives: int) -> None:
     """Refuse (``ApiError`` 400, for ``param``) log-probabilities that would not fit into the server's memory."""
     count = num_tokens * (1 + alternatives)
     if count > MAX_ENTRIES:
@@ -313,6 +313,6 @@ def _token_json(entry: TokenLogprobs, texts: TokenTexts, alternatives: int) -> d
     for rank, (token, value) in enumerate(entry.top[:alternatives], 1):
         found.setdefault(token, (value, rank))
     return {
-        str(token): {"logprob": finite(value), "rank": rank, "decoded_token": texts[token].text}
+        str(token): {"logprob": clamp_logprob(value), "rank": rank, "decoded_token": texts[token].text}
         for token, (value, rank) in found.items()
     }

@@ -14,9 +14,9 @@ from specexport_runtime.metrics import EngineMetrics
 from specexport_runtime.server import chat, completions, responses_api, tokens
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, ErrorBody, as_api_error
-from specexport_runtime.server.guard import Guard, refused
+from specexport_runtime.server.guard import Guard, count_refused_request
 from specexport_runtime.server.logs import AccessLog
-from specexport_runtime.server.models import adapter_of, describe_models
+from specexport_runtime.server.models import describe_models, resolve_adapter
 from specexport_runtime.server.page import find_page
 from specexport_runtime.server.state import ServerState, state_of
 from specexport_runtime.server.tracing import Tracing
@@ -53,9 +53,9 @@ def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = Non
     app.include_router(tokens.router)
     if (page := find_page(settings)) is not None:
         app.include_router(page.router)
-    app.add_exception_handler(ApiError, _answer)
-    app.add_exception_handler(RequestValidationError, _answer_validation)
-    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(ApiError, _handle_exception)
+    app.add_exception_handler(RequestValidationError, _handle_validation_error)
+    app.add_exception_handler(HTTPException, _handle_http_error)
     app.add_middleware(Guard, config=settings, state=state)
     app.add_middleware(Tracing)
     app.add_middleware(AccessLog)  # what is added last comes first
@@ -63,15 +63,15 @@ def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = Non
 
 
 def _refuse(request: Request, error: ApiError) -> Response:
-    refused(state_of(request), error)
+    count_refused_request(state_of(request), error)
     return error.response()
 
 
-async def _answer(request: Request, error: Exception) -> Response:
+async def _handle_exception(request: Request, error: Exception) -> Response:
     return _refuse(request, as_api_error(error))
 
 
-async def _answer_validation(request: Request, error: Exception) -> Response:
+async def _handle_validation_error(request: Request, error: Exception) -> Response:
     """What FastAPI finds wrong with a parameter: the first of it."""
     assert isinstance(error, RequestValidationError)  # noqa: S101  # registered for it
     first: dict[str, Any] = next(iter(error.errors()), {"loc": (), "msg": "the request cannot be read"})
@@ -79,7 +79,7 @@ async def _answer_validation(request: Request, error: Exception) -> Response:
     return _refuse(request, ApiError(400, f"{where or 'body'}: {first['msg']}.", param=where or None))
 
 
-async def _answer_http(request: Request, error: Exception) -> Response:
+async def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101  # registered for it
     path = request.scope["path"][:100]
     told = {
@@ -113,7 +113,7 @@ async def metrics(request: Request) -> Response:
     state = state_of(request)
     if state.metrics is None:
         raise ApiError(404, "this server keeps no metrics.", code="not_found")
-    body, content_type = state.metrics.render(openmetrics_format=_asks_for_openmetrics(request))
+    body, content_type = state.metrics.render(openmetrics_format=_accepts_openmetrics(request))
     return Response(body, headers={"Content-Type": content_type})
 
 
@@ -127,10 +127,10 @@ async def models(request: Request) -> dict[str, Any]:
 async def model(request: Request, model_id: str) -> dict[str, Any]:
     """The model of that name."""
     state = state_of(request)
-    adapter_of(model_id, None if state.engine is None else state.engine.engine, state.config.model_name)
+    resolve_adapter(model_id, None if state.engine is None else state.engine.engine, state.config.model_name)
     return next(model for model in describe_models(state) if model["id"] == model_id)
 
 
-def _asks_for_openmetrics(request: Request) -> bool:
+def _accepts_openmetrics(request: Request) -> bool:
     kinds = [part.split(";")[0].strip().lower() for part in request.headers.get("accept", "").split(",")]
     return "application/openmetrics-text" in kinds

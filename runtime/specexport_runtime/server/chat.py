@@ -32,10 +32,10 @@ router = APIRouter(tags=["generation"])
 )
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
-    return await answer(request, "chatcmpl-", ChatRequest, plan_chat, _form_of)
+    return await answer(request, "chatcmpl-", ChatRequest, plan_chat, _choose_format)
 
 
-def _form_of(_: ChatRequest, plan: RequestPlan) -> Callable[..., AnswerForm]:
+def _choose_format(_: ChatRequest, plan: RequestPlan) -> Callable[..., AnswerForm]:
     form = ChatFormat if plan.conversation is None else partial(PartsFormat, plan.conversation)
     return partial(form, include_usage=plan.include_usage)
 

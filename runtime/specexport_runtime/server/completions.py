@@ -10,13 +10,13 @@ from fastapi import APIRouter, Request, Response
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.server.admission import ready_engine
-from specexport_runtime.server.answer import Answer, AnswerForm, Prepared
+from specexport_runtime.server.admission import require_engine
+from specexport_runtime.server.answer import Answer, AnswerForm, PreparedRequest
 from specexport_runtime.server.answer_format import CompletionFormat, Header
 from specexport_runtime.server.answer_schema import CompletionAnswer
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.parsing import bytes_of, parse_body, request_body, responses
-from specexport_runtime.server.prompt_tokens import beside
+from specexport_runtime.server.parsing import parse_body, read_request_body, request_body, responses
+from specexport_runtime.server.prompt_tokens import run_beside_event_loop
 from specexport_runtime.server.protocol import CompletionRequest, Sampling
 from specexport_runtime.server.request_log import RequestLog
 from specexport_runtime.server.state import ServerState, state_of
@@ -41,7 +41,7 @@ async def create_completion(request: Request) -> Response:
     return await answer(request, "cmpl-", CompletionRequest, plan_completion, form_of)
 
 
-def owner_of(request: Request) -> str:
+def get_owner(request: Request) -> str:
     """Who asks: a digest of the API key; empty where everybody may."""
     return getattr(request.state, "owner", "")
 
@@ -63,9 +63,9 @@ async def answer(
 ) -> Answer:
     """The answer to a body of the kind ``model``, in the JSON of its endpoint; its id begins with ``prefix``."""
     state = state_of(request)
-    service, owner, data = ready_engine(state), owner_of(request), await bytes_of(request)
+    service, owner, data = require_engine(state), get_owner(request), await read_request_body(request)
 
-    def plan(body: Body) -> Prepared:
+    def plan(body: Body) -> PreparedRequest:
         plan = plan_of(body, service.engine, state.config, owner)
         note_request(request, state, plan, body)
         name = getattr(request.state, "request_id", None) or secrets.token_hex(12)
@@ -74,11 +74,11 @@ async def answer(
         header = Header(f"{prefix}{name}", int(time.time()), plan.model or state.config.model_name, fingerprint)
         texts = None if plan.logprobs is None and plan.prompt_logprobs is None else _token_texts(request, service)
         shown = None if plan.logprobs is None else texts
-        return Prepared(plan, form_of(body, plan)(header, texts=shown, origins=plan.origins), texts)
+        return PreparedRequest(plan, form_of(body, plan)(header, texts=shown, origins=plan.origins), texts)
 
-    async def prepare() -> Prepared:
-        body = await beside(service, owner, len(data), partial(parse_body, data, model))
-        return await beside(service, owner, len(data), partial(plan, body), compiles=may_compile(body))
+    async def prepare() -> PreparedRequest:
+        body = await run_beside_event_loop(service, owner, len(data), partial(parse_body, data, model))
+        return await run_beside_event_loop(service, owner, len(data), partial(plan, body), compiles=may_compile(body))
 
     return Answer(service, owner, prepare, state.config.request_timeout_s)
 

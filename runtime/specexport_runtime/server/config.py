@@ -25,12 +25,12 @@ def _setting(
     return made
 
 
-def flag_of(name: str) -> str:
+def get_flag_name(name: str) -> str:
     """The flag of a setting."""
     return "--" + name.removesuffix("_s").replace("_", "-")
 
 
-def _within(low: int, high: int | None = None) -> Callable[[str, Any], None]:
+def _make_range_check(low: int, high: int | None = None) -> Callable[[str, Any], None]:
     wanted = f"an integer from {low} to {high}" if high is not None else f"an integer of {low} or more"
 
     def check(flag: str, value: Any) -> None:
@@ -64,7 +64,7 @@ class ServerConfig:
         _check_word,
         "Server",
     )
-    port: int = _setting(8000, "TCP port; 0 takes a free one.", _within(0, 65535), "Server")
+    port: int = _setting(8000, "TCP port; 0 takes a free one.", _make_range_check(0, 65535), "Server")
     model_name: str = "specexport"  # under which the bundle is served
     log_format: str = _setting("text", "Log lines as text or JSON.", None, "Server", ("text", "json"))
     playground: bool = _setting(True, "Serve a page to try the model at /.", None, "Server")
@@ -74,22 +74,28 @@ class ServerConfig:
     # Names that the ``Host`` header may have besides those of the address itself; only looked at where no key is
     # needed.
     allowed_hosts: tuple[str, ...] = ()
-    max_body_bytes: int = _setting(2**20, "Largest request body.", _within(1))
-    max_prompts: int = _setting(32, "Most prompts of a request.", _within(1))
-    max_n: int = _setting(16, "Most choices of a prompt.", _within(1))
-    max_prompt_tokens: int | None = _setting(None, "Longest prompt.  [default: what the engine takes]", _within(1))
-    max_tokens: int | None = _setting(None, "Most tokens of a choice.  [default: what the engine takes]", _within(1))
-    max_waiting: int = _setting(64, "Most sequences that wait for a cache row; more are refused with 429.", _within(0))
+    max_body_bytes: int = _setting(2**20, "Largest request body.", _make_range_check(1))
+    max_prompts: int = _setting(32, "Most prompts of a request.", _make_range_check(1))
+    max_n: int = _setting(16, "Most choices of a prompt.", _make_range_check(1))
+    max_prompt_tokens: int | None = _setting(
+        None, "Longest prompt.  [default: what the engine takes]", _make_range_check(1)
+    )
+    max_tokens: int | None = _setting(
+        None, "Most tokens of a choice.  [default: what the engine takes]", _make_range_check(1)
+    )
+    max_waiting: int = _setting(
+        64, "Most sequences that wait for a cache row; more are refused with 429.", _make_range_check(0)
+    )
     max_requests_per_key: int | None = _setting(
         None,
         "Most sequences of one key, running or waiting; more are refused with 429.  [default: with several keys, all "
         "but a quarter of the places in the queue]",
-        _within(1),
+        _make_range_check(1),
     )  # without keys all are one
     max_connections: int = _setting(
         1024,
         "Most connections. One more closes the one that rests, or sends its head, for the longest; else it gets 503.",
-        _within(1),
+        _make_range_check(1),
     )
     keep_alive_timeout_s: float = _setting(
         75.0,
@@ -125,7 +131,7 @@ class ServerConfig:
         None,
         "Most tokens that the model thinks in an answer, for requests without thinking_token_budget; then its thinking "
         "is ended for it.  [default: any number]",
-        _within(0),
+        _make_range_check(0),
         "Text",
     )
 
@@ -133,17 +139,17 @@ class ServerConfig:
         for each in fields(self):
             value, said = getattr(self, each.name), each.metadata
             if said.get("check") and not (value is None and each.default is None):
-                said["check"](flag_of(each.name), value)
+                said["check"](get_flag_name(each.name), value)
             if said.get("choices") and value not in said["choices"]:
                 raise InvalidRequestError(
-                    f"{flag_of(each.name)} is {value!r}.", f"give one of {', '.join(said['choices'])}."
+                    f"{get_flag_name(each.name)} is {value!r}.", f"give one of {', '.join(said['choices'])}."
                 )
         _check_word("--model-name", self.model_name)
         for name in self.allowed_hosts:
             _check_host_name(name)
         for key in self.api_keys:
             check_key(key, "--api-key")
-        self._check_reach()
+        self._check_exposure()
 
     def per_key_limit(self, num_rows: int) -> int | None:
         """Most sequences of one key, if ``num_rows`` sequences run at a time; None for no limit but that of all."""
@@ -151,7 +157,7 @@ class ServerConfig:
             return self.max_requests_per_key
         return max(1, num_rows + self.max_waiting - self.max_waiting // 4)
 
-    def _check_reach(self) -> None:
+    def _check_exposure(self) -> None:
         if not self.is_loopback and not self.api_keys and not self.insecure:
             raise InvalidRequestError(
                 f"{self.host} can be reached by other machines, and no API key was given.",
@@ -191,13 +197,13 @@ def read_keys(path: Path) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise InvalidRequestError(f"--api-key-file {path} cannot be read: {reason}.", "give a readable file.") from None
-    keys = list(_keys_of(lines, path))
+    keys = list(_parse_keys(lines, path))
     if not keys:
         raise InvalidRequestError(f"--api-key-file {path} has no key.", "put one key on each line.")
     return tuple(keys)
 
 
-def _keys_of(lines: Iterable[str], path: Path) -> Iterable[str]:
+def _parse_keys(lines: Iterable[str], path: Path) -> Iterable[str]:
     for number, line in enumerate(lines, start=1):
         key = line.strip()
         if key and not key.startswith("#"):

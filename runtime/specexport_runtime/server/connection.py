@@ -39,13 +39,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self,
         *args: Any,
         settings: ServerConfig,
-        overloaded: ASGIApp,  # answers connections above the limit
+        refuse_overload: ASGIApp,  # answers connections above the limit
         # the server's connections that wait for a request, or for the rest of its head; oldest first
         resting: "dict[BoundedProtocol, None]",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._settings, self._overloaded, self._resting = settings, overloaded, resting
+        self._settings, self._overloaded, self._resting = settings, refuse_overload, resting
         self.timeout_keep_alive = settings.keep_alive_timeout_s + KEEP_ALIVE_GRACE_S  # type: ignore[assignment]
         self._incoming: asyncio.TimerHandle | None = None  # what arrives must be complete by then
         self._unread: asyncio.TimerHandle | None = None  # what was sent must be read by then
@@ -54,27 +54,27 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deaf = False
 
     @property
-    def _answering(self) -> bool:
+    def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
         """Take a connection, if need be in the place of one that rests or whose head is slow, or turn it away."""
         super().connection_made(transport)
         if len(self.connections) > self._settings.max_connections:
-            self._take_the_place_of_another()
+            self._evict_waiting_connection()
         above = len(self.connections) - self._settings.max_connections
         if above > SPARE_CONNECTIONS:
             transport.abort()
             return
         if above > 0:
             self.app = self._overloaded
-            self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+            self._start_deadline(HEAD_TIMEOUT_S, self._on_head_timeout)
         else:
-            self._rest()
+            self._wait_for_next_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the timers."""
-        self._disarm()
+        self._cancel_deadline()
         self._in_head = False
         self._unset_keepalive_if_required()
         self._stop_waiting_for_reader()
@@ -92,13 +92,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._deaf or self.transport.is_closing() or self._in_head:
             return
         at_rest = self in self._resting
-        if self._incoming is None and not self._answering and not at_rest:  # an empty line keeps no connection open
-            self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+        if self._incoming is None and not self._is_answering and not at_rest:  # an empty line keeps no connection open
+            self._start_deadline(HEAD_TIMEOUT_S, self._on_head_timeout)
 
     def _feed(self, data: bytes) -> None:
         """Parse bytes, and count those of a head that is not complete, unless it began among others."""
         was_in_head, was_in_message, self._begun = self._in_head, self._in_message, 0
-        super().data_received(data if was_in_message else without_upgrade(data))
+        super().data_received(data if was_in_message else remove_upgrade_header(data))
         if self._in_head and self._begun == (0 if was_in_head else 1) and was_in_head == was_in_message:
             self._head_bytes += len(data)
 
@@ -108,9 +108,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._begun += 1
         self._in_head, self._in_message, self._head_bytes = True, True, 0
-        if not self._answering:
+        if not self._is_answering:
             self._resting[self] = None
-            self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+            self._start_deadline(HEAD_TIMEOUT_S, self._on_head_timeout)
 
     def on_headers_complete(self) -> None:
         """The head is there.
@@ -120,15 +120,15 @@ class BoundedProtocol(HttpToolsProtocol):
         """
         self._in_head = False
         self._resting.pop(self, None)
-        if self._answering:
+        if self._is_answering:
             self.cycle.keep_alive = False
             self._deaf = True
             return
-        self._arm(self._settings.body_timeout_s + LINGER_S, self._abort)
+        self._start_deadline(self._settings.body_timeout_s + LINGER_S, self._abort)
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
-            _without_chunks(self.cycle)
-        self.scope["state"] |= {"abort_connection": self._abort, "keeps_alive": partial(_keeps_alive, self.cycle)}
+            _disable_chunked_encoding(self.cycle)
+        self.scope["state"] |= {"abort_connection": self._abort, "keeps_alive": partial(_can_keep_alive, self.cycle)}
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
@@ -139,24 +139,24 @@ class BoundedProtocol(HttpToolsProtocol):
         """The request is there."""
         self._in_message = False
         if not self._deaf:
-            self._disarm()
+            self._cancel_deadline()
             super().on_message_complete()
-            if not self._answering:  # it was answered before it was there
-                self._rest()
+            if not self._is_answering:  # it was answered before it was there
+                self._wait_for_next_request()
 
     def on_response_complete(self) -> None:
         """The answer was given; if the request is still coming, not for long."""
         super().on_response_complete()
         if self._incoming is not None:
-            self._arm(LINGER_S, self._abort)
+            self._start_deadline(LINGER_S, self._abort)
         if self.transport.is_closing():
             self._wait_for_reader()
         elif self._incoming is None:
-            self._rest()
+            self._wait_for_next_request()
 
     def timeout_keep_alive_handler(self) -> None:
         """No further request came: close, unless one came while the loop was busy, and is read before the last look."""
-        self._rest(LAST_LOOK_S, self._end)
+        self._wait_for_next_request(LAST_LOOK_S, self._end)
 
     def _end(self) -> None:
         """Close, even if the last answer is never read."""
@@ -164,7 +164,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
         self._wait_for_reader()
 
-    def _rest(self, seconds: float | None = None, then: Callable[[], None] | None = None) -> None:
+    def _wait_for_next_request(self, seconds: float | None = None, then: Callable[[], None] | None = None) -> None:
         """Wait for a request, of which nothing has come yet."""
         self._unset_keepalive_if_required()
         seconds = self.timeout_keep_alive if seconds is None else seconds
@@ -176,7 +176,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._in_head:
             self._resting.pop(self, None)
 
-    def _take_the_place_of_another(self) -> None:
+    def _evict_waiting_connection(self) -> None:
         """Of the one that has rested, or sent the head of a request, for the longest; of one that just came at last."""
         # One that rests has sent all of its last answer. Of one that just came, what it sent may not have been read.
         able = [other for other in self._resting if not other.transport.get_write_buffer_size()]
@@ -211,11 +211,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unread.cancel()
             self._unread = None
 
-    def _arm(self, seconds: float, action: Callable[[], None]) -> None:
-        self._disarm()
+    def _start_deadline(self, seconds: float, action: Callable[[], None]) -> None:
+        self._cancel_deadline()
         self._incoming = self.loop.call_later(seconds, action)
 
-    def _disarm(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._incoming is not None:
             self._incoming.cancel()
             self._incoming = None
@@ -223,7 +223,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _abort(self) -> None:
         self.transport.abort()
 
-    def _head_is_late(self) -> None:
+    def _on_head_timeout(self) -> None:
         if self._in_head:
             self._refuse(408, f"the head of the request took longer than {HEAD_TIMEOUT_S:.0f} s.", "request_too_slow")
         else:
@@ -231,23 +231,23 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         in_body = self._in_message and not self._in_head
-        if self._answering and in_body and not self.cycle.response_started:
+        if self._is_answering and in_body and not self.cycle.response_started:
             self.cycle.disconnected = True  # this is the answer to it; the application is told to leave
             self.cycle.message_event.set()
-        elif self._answering:
+        elif self._is_answering:
             self.transport.close()
             return
         if not self.transport.is_closing():
-            self.transport.write(raw_answer(status, message, code))
+            self.transport.write(build_raw_error_response(status, message, code))
         self.transport.close()
 
 
-def _keeps_alive(cycle: Any) -> bool:
+def _can_keep_alive(cycle: Any) -> bool:
     """Whether another request may follow an answer: not if a body that was not asked for may be left out."""
     return bool(cycle.keep_alive and not cycle.waiting_for_100_continue)
 
 
-def _without_chunks(cycle: Any) -> None:
+def _disable_chunked_encoding(cycle: Any) -> None:
     """For HTTP/1.0, which has no chunks: what has no length ends with the connection."""
     send = cycle.send
 
@@ -263,7 +263,7 @@ def _without_chunks(cycle: Any) -> None:
     cycle.send = send_plainly
 
 
-def without_upgrade(data: bytes) -> bytes:
+def remove_upgrade_header(data: bytes) -> bytes:
     """The first bytes of a request without a wish for another protocol, such as Java's for HTTP/2."""
     if b"pgrade" not in data and b"PGRADE" not in data:
         return data
@@ -271,7 +271,7 @@ def without_upgrade(data: bytes) -> bytes:
     return _UPGRADE.sub(b"\r\nX-Upgrade:", head) + mark + rest
 
 
-def raw_answer(status: int, message: str, code: str) -> bytes:
+def build_raw_error_response(status: int, message: str, code: str) -> bytes:
     """An error answer as it goes over the wire, for where there is no request to answer to."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
     body = json.dumps({"error": error}).encode()

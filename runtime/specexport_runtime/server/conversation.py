@@ -17,7 +17,7 @@ from specexport_runtime.intake.functions import Function, FunctionError, ToolCho
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking_budget import ThinkingBudget
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.errors import ApiError, invalid, unsupported
+from specexport_runtime.server.errors import ApiError, invalid_error, unsupported_error
 from specexport_runtime.server.parsing import is_deep
 from specexport_runtime.server.prompt_tokens import encode
 from specexport_runtime.server.protocol import (
@@ -30,15 +30,15 @@ from specexport_runtime.server.protocol import (
     ToolCall,
     join_text,
 )
-from specexport_runtime.server.structured import check_strict, form_of
+from specexport_runtime.server.structured import check_strict, read_form
 
 
-def dialect_of(engine: SpecEngine, config: ServerConfig) -> ChatDialect:
+def make_dialect(engine: SpecEngine, config: ServerConfig) -> ChatDialect:
     """How the model writes conversations, by the server's parsers; ``ApiError`` 400 without a chat template."""
     try:
         return engine.chat_dialect(config.tool_call_parser, config.reasoning_parser)
     except InvalidRequestError as error:
-        raise invalid("messages", f"messages: {error}") from None
+        raise invalid_error("messages", f"messages: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class ParsedConversation:
         for i, function in enumerate(self.functions):
             if function.strict:
                 check_strict(function.schema, f"tools[{i}].function.parameters")
-        answer = form_of(body, engine)
+        answer = read_form(body, engine)
         param = "response_format" if body.structured_outputs is None else "structured_outputs"
         try:
             form = self.dialect.form(self.prompt, self.functions, self.choice, answer, self.syntax.beginning)
         except InvalidRequestError as error:
-            raise invalid(param if answer is not None else "tools", str(error)) from None
+            raise invalid_error(param if answer is not None else "tools", str(error)) from None
         if form is not None and (answer is None or form.kind == "grammar"):
             self._check_calls(replace(form, beginning=""), engine)
         if form is not None and form.beginning:
@@ -86,7 +86,7 @@ class ParsedConversation:
                 engine.check_form(form)
             except InvalidRequestError as error:
                 where = f"messages[{len(body.messages) - 1}].content"
-                raise invalid(where, f"{where}: {error}") from None
+                raise invalid_error(where, f"{where}: {error}") from None
         return form
 
     def _check_calls(self, form: StructuredOutputs, engine: SpecEngine) -> None:
@@ -95,26 +95,26 @@ class ParsedConversation:
         except MissingDependencyError as error:
             raise ApiError(400, f"tools: {error}", param="tools", code="unsupported_parameter") from None
         except InvalidRequestError as error:
-            raise self._blame(engine, error) from None
+            raise self._find_schema_error(engine, error) from None
 
-    def _blame(self, engine: SpecEngine, error: InvalidRequestError) -> ApiError:
+    def _find_schema_error(self, engine: SpecEngine, error: InvalidRequestError) -> ApiError:
         """The error of a grammar as that of the schema that is to blame."""
         for i, function in enumerate(self.functions):
             param = f"tools[{i}].function.parameters"
             try:
                 engine.check_form(StructuredOutputs(json=function.schema))
             except InvalidRequestError as own:
-                return invalid(param, f"{param}: {own}")
-        return invalid("tools", f"tools: {error}")
+                return invalid_error(param, f"{param}: {own}")
+        return invalid_error("tools", f"tools: {error}")
 
 
 def read_conversation(body: ChatRequest, engine: SpecEngine, config: ServerConfig) -> ParsedConversation:
     """A body of ``/v1/chat/completions`` as a prompt, and how to read its answer; ApiError 400 names the parameter."""
-    dialect = dialect_of(engine, config)
-    functions, choice = _functions(body, dialect)
+    dialect = make_dialect(engine, config)
+    functions, choice = _read_functions(body, dialect)
     arguments = template_arguments(dialect.template, body.reasoning_effort, body.chat_template_kwargs)
     if body.echo and not body.continue_final_message:
-        raise invalid("echo", "echo needs continue_final_message: true.")
+        raise invalid_error("echo", "echo needs continue_final_message: true.")
     prompt, ids = read_prompt(engine, config, dialect, body.messages, functions, arguments, body)
     beginning = join_text(body.messages[-1].content or "") if body.continue_final_message else ""
     prompt = prompt.removesuffix(beginning)
@@ -122,7 +122,7 @@ def read_conversation(body: ChatRequest, engine: SpecEngine, config: ServerConfi
         syntax = dialect.syntax(prompt, functions, choice, beginning, echo=bool(body.echo))
     except InvalidRequestError as error:
         where = f"messages[{len(body.messages) - 1}].content"
-        raise invalid(where, f"{where}: {error}") from None
+        raise invalid_error(where, f"{where}: {error}") from None
     budget = _budget(body, config, dialect, prompt, beginning)
     return ParsedConversation(dialect, prompt, ids, functions, choice, syntax, budget)
 
@@ -133,20 +133,20 @@ def _budget(
     """The budget of the answer's thinking: the body's, or the server's, which only holds where there can be one."""
     asked, param = body.thinking_token_budget, "thinking_token_budget"
     if asked is not None and dialect.thinking is None:
-        raise unsupported(param, f"{param}: this model does not think, or its thoughts are not looked for.")
+        raise unsupported_error(param, f"{param}: this model does not think, or its thoughts are not looked for.")
     most = config.thinking_budget if asked is None else asked
     try:
         return None if most is None else dialect.thinking_budget(most, prompt, beginning)
     except InvalidRequestError as error:
         if asked is None:
             return None
-        raise unsupported(param, f"{param}: {error}") from None
+        raise unsupported_error(param, f"{param}: {error}") from None
 
 
 def has_budgets(engine: SpecEngine, config: ServerConfig) -> bool:
     """Whether the server's own budget of thinking ever holds: the model thinks, and a token ends that."""
     try:
-        return dialect_of(engine, config).end_of_thinking is not None
+        return make_dialect(engine, config).end_of_thinking is not None
     except ApiError:
         return False
 
@@ -164,18 +164,18 @@ def read_prompt(
     try:
         check_template_arguments(dialect.template, template_arguments or {})
     except InvalidRequestError as error:
-        raise invalid("chat_template_kwargs", f"chat_template_kwargs: {error}") from None
+        raise invalid_error("chat_template_kwargs", f"chat_template_kwargs: {error}") from None
     if end.continue_final_message and end.add_generation_prompt:
-        raise invalid("continue_final_message", "continue_final_message needs add_generation_prompt: false.")
+        raise invalid_error("continue_final_message", "continue_final_message needs add_generation_prompt: false.")
     told, tools = chat_messages(messages, dialect), [each.tool for each in functions]
     how = {name: value for name in PromptEnd.model_fields if (value := getattr(end, name)) is not None}
     try:
         text = dialect.render(told, tools, template_arguments, **how)
         return text, encode(engine, text, "messages", config.max_prompt_tokens, add_special_tokens=False)
     except UnwrittenError as error:
-        raise invalid(error.param, str(error)) from None
+        raise invalid_error(error.param, str(error)) from None
     except InvalidRequestError as error:
-        raise invalid("messages", f"messages: {error}") from None
+        raise invalid_error("messages", f"messages: {error}") from None
 
 
 def chat_messages(messages: Sequence[Message], dialect: ChatDialect) -> list[dict[str, Any]]:
@@ -184,46 +184,46 @@ def chat_messages(messages: Sequence[Message], dialect: ChatDialect) -> list[dic
     read = []
     for i, item in enumerate(messages):
         where = f"messages[{i}]"
-        message: dict[str, Any] = {"role": item.role, "content": _content(item, where, dialect)}
+        message: dict[str, Any] = {"role": item.role, "content": _read_content(item, where, dialect)}
         if item.name:
             message["name"] = item.name
         if item.tool_calls:
-            _only("assistant", item, f"{where}.tool_calls")
+            _check_role("assistant", item, f"{where}.tool_calls")
             message["tool_calls"] = [
-                _called(call, f"{where}.tool_calls[{j}]") for j, call in enumerate(item.tool_calls)
+                _read_tool_call(call, f"{where}.tool_calls[{j}]") for j, call in enumerate(item.tool_calls)
             ]
             called.update(call.id for call in item.tool_calls)
         if item.tool_call_id is not None:
-            _only("tool", item, f"{where}.tool_call_id")
+            _check_role("tool", item, f"{where}.tool_call_id")
             message["tool_call_id"] = item.tool_call_id
         if item.role == "tool" and item.tool_call_id not in called:
             param = f"{where}.tool_call_id"
             if item.tool_call_id is None:
                 raise ApiError(400, f"{param} is missing.", param=param, code="missing_required_parameter")
-            raise invalid(param, f"{param} names no call of a message before it.")
+            raise invalid_error(param, f"{param} names no call of a message before it.")
         thought = item.reasoning_content if item.reasoning_content is not None else item.reasoning
         if thought is not None:
-            _only("assistant", item, f"{where}.reasoning_content")
+            _check_role("assistant", item, f"{where}.reasoning_content")
             message |= {"reasoning_content": thought, "reasoning": thought}
         read.append(message)
     return read
 
 
-def tools_of(tools: Sequence[Tool], dialect: ChatDialect) -> tuple[Function, ...]:
+def read_tools(tools: Sequence[Tool], dialect: ChatDialect) -> tuple[Function, ...]:
     """The functions of a body, checked against each other and the chat template; ``ApiError`` 400 if one is refused."""
     try:
         functions = read_functions([tool.model_dump(exclude_none=True) for tool in tools])
         if functions:
             dialect.check_tools()
     except FunctionError as error:
-        raise invalid(error.param, str(error)) from None
+        raise invalid_error(error.param, str(error)) from None
     except InvalidRequestError as error:
         raise ApiError(400, f"tools: {error}", param="tools", code="unsupported_parameter") from None
     return functions
 
 
-def _functions(body: ChatRequest, dialect: ChatDialect) -> tuple[tuple[Function, ...], ToolChoice]:
-    functions = tools_of(body.tools or (), dialect)
+def _read_functions(body: ChatRequest, dialect: ChatDialect) -> tuple[tuple[Function, ...], ToolChoice]:
+    functions = read_tools(body.tools or (), dialect)
     asked, parallel = body.tool_choice, body.parallel_tool_calls is not False
     if isinstance(asked, NamedTool):
         choice = ToolChoice("required", asked.function.name, parallel=False)
@@ -232,11 +232,11 @@ def _functions(body: ChatRequest, dialect: ChatDialect) -> tuple[tuple[Function,
     try:
         dialect.check_choice(functions, choice)
     except FunctionError as error:
-        raise invalid(error.param, str(error)) from None
+        raise invalid_error(error.param, str(error)) from None
     return functions, choice
 
 
-def _content(item: Message, where: str, dialect: ChatDialect) -> str | list[dict[str, str]] | None:
+def _read_content(item: Message, where: str, dialect: ChatDialect) -> str | list[dict[str, str]] | None:
     param = f"{where}.content"
     if isinstance(item.content, list) and len(item.content) > 1:
         return [{"type": "text", "text": part.text} for part in item.content]
@@ -250,8 +250,8 @@ def _content(item: Message, where: str, dialect: ChatDialect) -> str | list[dict
     if "content" not in item.model_fields_set:
         raise ApiError(400, f"{param} is missing.", param=param, code="missing_required_parameter")
     if item.content is not None:
-        raise invalid(param, f"{param} has no parts.")
-    raise invalid(param, f"{param} is null: that is for messages of the assistant.")
+        raise invalid_error(param, f"{param} has no parts.")
+    raise invalid_error(param, f"{param} is null: that is for messages of the assistant.")
 
 
 @lru_cache(maxsize=8)
@@ -259,21 +259,21 @@ def _tests_for_none(template: str) -> bool:
     return re.search(r"""content['"]?\]?\s+is\s+(not\s+)?none""", template, re.IGNORECASE) is not None
 
 
-def _called(call: ToolCall, where: str) -> dict[str, Any]:
+def _read_tool_call(call: ToolCall, where: str) -> dict[str, Any]:
     param = f"{where}.function.arguments"
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict) or is_deep(arguments):
-        raise invalid(param, f"{param} is no JSON object, or nested too deeply.")
+        raise invalid_error(param, f"{param} is no JSON object, or nested too deeply.")
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _only(role: str, item: Message, param: str) -> None:
+def _check_role(role: str, item: Message, param: str) -> None:
     if item.role != role:
-        raise invalid(param, f"{param} is for messages of role {role!r}.")
+        raise invalid_error(param, f"{param} is for messages of role {role!r}.")
 
 
 def template_arguments(template: str, effort: Effort | None, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def template_arguments(template: str, effort: Effort | None, given: Mapping[str,
     elif "reasoning_effort" in names:
         own = {"reasoning_effort": effort}
     elif effort != "none":
-        raise unsupported(
+        raise unsupported_error(
             "reasoning_effort", f"reasoning_effort = {effort!r}: the chat template reads no effort. Leave it out."
         )
     else:

@@ -65,7 +65,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind = status, _sentence(message, param), kind
+        self.status, self.message, self.kind = status, _format_sentence(message, param), kind
         self.param, self.code, self.headers = param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers=self.headers)
 
 
-def _sentence(message: str, param: str | None) -> str:
+def _format_sentence(message: str, param: str | None) -> str:
     """A message with a capital letter at its beginning, though a parameter's name has none, and a full stop."""
     if param and re.match(rf"{re.escape(param)}(?!\w)", message):
         message = f"Parameter {message}"
@@ -94,39 +94,39 @@ def as_api_error(error: Exception) -> ApiError:
         code = "rate_limit_exceeded" if isinstance(error, OwnerLimitError) else "queue_full"
         return ApiError(429, str(error), kind="rate_limit_error", code=code, headers={"Retry-After": "1"})
     if isinstance(error, EngineDeadError):
-        return unavailable("engine_dead", "The engine has failed, and the server must be started again.")
+        return unavailable_error("engine_dead", "The engine has failed, and the server must be started again.")
     if isinstance(error, EngineClosedError):
-        return unavailable("draining", "The server is shutting down.")
+        return unavailable_error("draining", "The server is shutting down.")
     code = "request_failed" if isinstance(error, SpecexportError) else "internal_error"
     return ApiError(500, "The server failed; its log has the reason.", kind="server_error", code=code)
 
 
-def unavailable(code: str, message: str) -> ApiError:
+def unavailable_error(code: str, message: str) -> ApiError:
     """503: the server is loading, shutting down, or broken."""
     return ApiError(503, message, kind="service_unavailable", code=code, headers={"Retry-After": "5"})
 
 
-def timed_out(seconds: float) -> ApiError:
+def request_timeout_error(seconds: float) -> ApiError:
     """504: the request took longer than the server allows."""
     return ApiError(504, f"The request took more than {seconds:g} s.", kind="timeout_error", code="request_timeout")
 
 
-def client_gone() -> ApiError:
+def client_gone_error() -> ApiError:
     """499, as nginx calls it: the client is gone, and the log alone reads the answer."""
     return ApiError(499, "The client closed the connection.", code="client_closed_request")
 
 
-def invalid(param: str, message: str) -> ApiError:
+def invalid_error(param: str, message: str) -> ApiError:
     """400: a parameter has a value that it cannot have."""
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def unsupported(param: str, message: str) -> ApiError:
+def unsupported_error(param: str, message: str) -> ApiError:
     """400: a parameter that OpenAI has and this server cannot honour."""
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
-def over_limit(param: str, what: str, most: int) -> ApiError:
+def over_limit_error(param: str, what: str, most: int) -> ApiError:
     """400: more than the server was set to take."""
     return ApiError(400, f"{what}: this server takes up to {most} ({param}).", param=param, code="limit_exceeded")
 

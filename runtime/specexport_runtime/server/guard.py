@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specexport_runtime.server.admission import BODY_PATHS, Admission, ClientGoneError, has_body, read_body, replay
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.errors import ApiError, as_api_error, timed_out, unavailable
-from specexport_runtime.server.log_format import fields
+from specexport_runtime.server.errors import ApiError, as_api_error, request_timeout_error, unavailable_error
+from specexport_runtime.server.log_format import log_fields
 from specexport_runtime.server.state import ServerState
 
 _log = logging.getLogger("specexport.server")
@@ -66,7 +66,7 @@ class Guard:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise timed_out(limit) from error
+            raise request_timeout_error(limit) from error
 
 
 class _Exchange:
@@ -76,7 +76,7 @@ class _Exchange:
         self.scope = scope
         self._send, self._server, self._rest_s = send, state, rest_s
         self._state: dict[str, Any] = scope.setdefault("state", {})
-        self._state["request_id"] = request_id_of(scope)
+        self._state["request_id"] = get_request_id(scope)
 
     async def send(self, message: Message) -> None:
         """Pass on a part of the answer; its head gets the headers that every answer has."""
@@ -102,18 +102,18 @@ class _Exchange:
         """Answer with an error, or cut the connection if an answer has begun."""
         told = as_api_error(error)
         if told.status == 500:  # a client hears that it happened; this says what
-            _log.error("A request failed.", exc_info=error, extra=fields(request_id=self._state["request_id"]))
+            _log.error("A request failed.", exc_info=error, extra=log_fields(request_id=self._state["request_id"]))
         if "status" in self._state:
             abort = self._state.get("abort_connection")
             if abort is None:
                 raise error
             abort()
             return
-        refused(self._server, told)
+        count_refused_request(self._server, told)
         await told.response()(self.scope, receive, self.send)
 
 
-def request_id_of(scope: Scope) -> str:
+def get_request_id(scope: Scope) -> str:
     """The client's ``X-Request-Id`` if it is sane, or a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _SANE_ID.fullmatch(value):
@@ -121,14 +121,14 @@ def request_id_of(scope: Scope) -> str:
     return uuid.uuid4().hex
 
 
-def refused(state: ServerState, error: ApiError) -> None:
+def count_refused_request(state: ServerState, error: ApiError) -> None:
     """Count a request that never reached the engine."""
     if state.metrics is not None and (error.status < 499 or error.status == 503):
         state.metrics.count_refused(error.code or f"http_{error.status}")
 
 
-async def overloaded(scope: Scope, receive: Receive, send: Send) -> None:
+async def refuse_overload(scope: Scope, receive: Receive, send: Send) -> None:
     """The application of connections above the limit."""
-    error = unavailable("too_many_connections", "The server has as many connections as it may have.")
+    error = unavailable_error("too_many_connections", "The server has as many connections as it may have.")
     error.headers["Connection"] = "close"
     await error.response()(scope, receive, send)

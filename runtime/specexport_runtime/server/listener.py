@@ -13,7 +13,7 @@ import uvicorn
 from specexport_runtime.errors import UserInputError
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.connection import BoundedProtocol
-from specexport_runtime.server.guard import overloaded
+from specexport_runtime.server.guard import refuse_overload
 
 LAST_WORDS_S = 5.0
 """How long clients may take to read the end of their answers when the server ends."""
@@ -63,7 +63,7 @@ def _bind_error(config: ServerConfig, error: OSError) -> UserInputError:
     )
 
 
-def url_of(listener: socket.socket, config: ServerConfig) -> str:
+def format_url(listener: socket.socket, config: ServerConfig) -> str:
     """Where the server is reached."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"http://{host}:{listener.getsockname()[1]}"
@@ -86,10 +86,10 @@ class _Server(uvicorn.Server):
         await asyncio.sleep(0)
 
 
-def http_server(app: Any, config: ServerConfig, log_config: dict[str, Any] | None = None) -> uvicorn.Server:
+def make_http_server(app: Any, config: ServerConfig, log_config: dict[str, Any] | None = None) -> uvicorn.Server:
     """The HTTP server of an application; it leaves signals to its caller, and logging too without ``log_config``."""
-    allow_open_files(config.max_connections + _FILES_BESIDES_CONNECTIONS)
-    protocol: Any = functools.partial(BoundedProtocol, settings=config, overloaded=overloaded, resting={})
+    raise_open_file_limit(config.max_connections + _FILES_BESIDES_CONNECTIONS)
+    protocol: Any = functools.partial(BoundedProtocol, settings=config, refuse_overload=refuse_overload, resting={})
     options = uvicorn.Config(
         app,
         http=protocol,
@@ -106,7 +106,7 @@ def http_server(app: Any, config: ServerConfig, log_config: dict[str, Any] | Non
     return _Server(options)
 
 
-def allow_open_files(count: int) -> None:
+def raise_open_file_limit(count: int) -> None:
     """Let this process have so many files and sockets open, as far as it may say so itself."""
     try:
         import resource

@@ -22,7 +22,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.,:;/@+-]+")
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def fields(**values: Any) -> dict[str, Any]:
+def log_fields(**values: Any) -> dict[str, Any]:
     """What to give as ``extra`` so that a record has these fields; those that are None are left out."""
     return {_FIELDS: {name: value for name, value in values.items() if value is not None}}
 
@@ -37,7 +37,7 @@ class _LineFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **fields(request_id=current_state.get().get("request_id"))[_FIELDS],
+            **log_fields(request_id=current_state.get().get("request_id"))[_FIELDS],
             **getattr(record, _FIELDS, {}),
         }
         if record.exc_info and record.exc_info[1] is not None:
@@ -92,14 +92,14 @@ def log_config(log_format: str) -> dict[str, Any]:
 
 def _describe(error: BaseException) -> dict[str, Any]:
     """Class and stack of an exception and its causes; text only of ours: another's may hold a piece of a prompt."""
-    chain = list(_with_causes(error))[::-1]
+    chain = list(_iterate_causes(error))[::-1]
     stack = "".join("".join(traceback.format_list(traceback.extract_tb(e.__traceback__))) + _name(e) for e in chain)
     described = {"error": type(error).__name__, "stack": stack}
     is_ours = isinstance(error, SpecexportError) and not isinstance(error, RequestFailedError)  # it repeats its cause
     return described | ({"error_message": str(error)} if is_ours else {})
 
 
-def _with_causes(error: BaseException) -> Iterator[BaseException]:
+def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
     cause: BaseException | None = error
     for _ in range(_MAX_CAUSES):
         if cause is None:

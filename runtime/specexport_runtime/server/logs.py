@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specexport_runtime.server.log_format import current_state, fields
-from specexport_runtime.server.request_log import PROBES, RequestLog, milliseconds
+from specexport_runtime.server.log_format import current_state, log_fields
+from specexport_runtime.server.request_log import PROBES, RequestLog, to_milliseconds
 
 CLIENT_GONE = 499
 """As nginx calls it: the client closed the connection before it had its answer."""
@@ -82,10 +82,10 @@ class _LoggedExchange:
         failed = defect or self.failed or any(sequence.error is not None for sequence in log.requests)
         level = logging.ERROR if failed else logging.DEBUG if is_probe else logging.INFO
         if _access.isEnabledFor(level):
-            _access.log(level, "request", extra=fields(**_line(scope, log)))
+            _access.log(level, "request", extra=log_fields(**_build_line(scope, log)))
 
 
-def _line(scope: Scope, log: RequestLog) -> dict[str, Any]:
+def _build_line(scope: Scope, log: RequestLog) -> dict[str, Any]:
     client = scope.get("client")
     return {
         "request_id": scope["state"].get("request_id"),
@@ -94,7 +94,7 @@ def _line(scope: Scope, log: RequestLog) -> dict[str, Any]:
         "path": scope["path"],
         "status": log.status,
         "client": client[0] if client else None,
-        "duration_ms": milliseconds(time.perf_counter() - log.began),
+        "duration_ms": to_milliseconds(time.perf_counter() - log.began),
         "model": log.model,
         "user": log.user,
         **log.generation(),

@@ -7,7 +7,7 @@ from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.state import ServerState
 
 
-def adapter_of(model: str | None, engine: SpecEngine | None, served: str) -> str | None:
+def resolve_adapter(model: str | None, engine: SpecEngine | None, served: str) -> str | None:
     """The adapter that ``model`` means, None for ``served``; ``ApiError`` 404 if there is no such model."""
     if model in (None, served):
         return None

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from specexport_runtime.intake.drafting import MAX_NODES
-from specexport_runtime.server.errors import ERROR_RESPONSES, ApiError, client_gone
+from specexport_runtime.server.errors import ERROR_RESPONSES, ApiError, client_gone_error
 from specexport_runtime.server.protocol import MAX_STOP_CHARS, OFF
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -38,12 +38,12 @@ _MAX_NAMED = 8
 _SHOWN = 100  # characters of a name or a value that a message repeats
 
 
-async def bytes_of(request: Request) -> bytes:
+async def read_request_body(request: Request) -> bytes:
     """The body of a request as it came; ``ApiError`` 499 if the client goes away before its end."""
     try:
         return await request.body()
     except ClientDisconnect:
-        raise client_gone() from None
+        raise client_gone_error() from None
 
 
 def parse_body(data: bytes, model: type[Body]) -> Body:
@@ -59,27 +59,29 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """A JSON object as the standard has it: UTF-8, no key twice, no NaN, no half characters; else an ``ApiError``."""
     try:
         text = data.decode("utf-8")
-        if _most_brackets(text) > MAX_OBJECTS and _most_brackets(_STRING.sub("", text)) > MAX_OBJECTS:
-            raise _not_json(f"The body has more than {MAX_OBJECTS} objects, or lists.")
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        if _count_brackets(text) > MAX_OBJECTS and _count_brackets(_STRING.sub("", text)) > MAX_OBJECTS:
+            raise _invalid_json_error(f"The body has more than {MAX_OBJECTS} objects, or lists.")
+        value = json.loads(text, object_pairs_hook=_reject_duplicate_keys, parse_constant=_refuse_constant)
     except UnicodeDecodeError:
-        raise _not_json("The body is not UTF-8.") from None
+        raise _invalid_json_error("The body is not UTF-8.") from None
     except RecursionError:
-        raise _not_json("The body is nested too deeply.") from None
+        raise _invalid_json_error("The body is nested too deeply.") from None
     except json.JSONDecodeError as error:
-        raise _not_json(f"The body is not JSON: {error.msg} (line {error.lineno} column {error.colno}).") from None
+        raise _invalid_json_error(
+            f"The body is not JSON: {error.msg} (line {error.lineno} column {error.colno})."
+        ) from None
     except ValueError:  # an integer of thousands of digits
-        raise _not_json("The body has a number that is too long.") from None
+        raise _invalid_json_error("The body has a number that is too long.") from None
     if not isinstance(value, dict):
-        raise _not_json("The body must be a JSON object.")
+        raise _invalid_json_error("The body must be a JSON object.")
     if text.count("{") + text.count("[") > MAX_DEPTH and is_deep(value):
-        raise _not_json("The body is nested too deeply.")
+        raise _invalid_json_error("The body is nested too deeply.")
     if _HALF.search(text):
         _check_surrogates(value)
     return value
 
 
-def _most_brackets(text: str) -> int:
+def _count_brackets(text: str) -> int:
     return max(text.count("["), text.count("{"))
 
 
@@ -94,22 +96,24 @@ def is_deep(value: Any) -> bool:
     return True
 
 
-def _not_json(message: str) -> ApiError:
+def _invalid_json_error(message: str) -> ApiError:
     return ApiError(400, message, code="invalid_json")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) > _MAX_KEYS:
-        raise _not_json(f"The body has an object of {len(pairs)} keys; {_MAX_KEYS} are taken.")
+        raise _invalid_json_error(f"The body has an object of {len(pairs)} keys; {_MAX_KEYS} are taken.")
     value = dict(pairs)
     if len(value) != len(pairs):
         name = _short(Counter(key for key, _ in pairs).most_common(1)[0][0])
-        raise ApiError(400, f"The key {json.dumps(name)} is there twice.", param=_clean(name), code="duplicate_key")
+        raise ApiError(
+            400, f"The key {json.dumps(name)} is there twice.", param=_replace_surrogates(name), code="duplicate_key"
+        )
     return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise _not_json(f"The body is not JSON: {name} is no number.")
+    raise _invalid_json_error(f"The body is not JSON: {name} is no number.")
 
 
 def _check_surrogates(value: dict[str, Any]) -> None:
@@ -118,7 +122,7 @@ def _check_surrogates(value: dict[str, Any]) -> None:
     while todo:
         path, item = todo.pop()
         if isinstance(item, str):
-            if _clean(item) != item:
+            if _replace_surrogates(item) != item:
                 param = _path(path)
                 message = f"{param or 'A key'} has half a surrogate pair, which is no text."
                 raise ApiError(400, message, param=param or None, code="invalid_unicode")
@@ -129,7 +133,7 @@ def _check_surrogates(value: dict[str, Any]) -> None:
             todo += [((*path, i), each) for i, each in reversed([*enumerate(item)])]
 
 
-def _clean(text: str) -> str:
+def _replace_surrogates(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -141,11 +145,11 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
     loc = first["loc"]
     if kind.startswith("union_tag"):  # all objects of several kinds are told apart by the same key
         loc, kind = (*loc, "type"), "missing" if kind.endswith("not_found") else kind
-    path = _real_path(loc, body, missing=kind == "missing")
+    path = _find_body_path(loc, body, missing=kind == "missing")
     param = _path(path)
     refused = _is_refused(model, path)
     if kind == "extra_forbidden" and not refused:
-        unknown = _unknown([each["loc"] for each in errors if each["type"] == kind], body, model)
+        unknown = _list_unknown_parameters([each["loc"] for each in errors if each["type"] == kind], body, model)
         more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
         there = "is no parameter" if len(unknown) == 1 else "are no parameters"
         message = f"There {there} {', '.join(unknown[:_MAX_NAMED])}{more}."
@@ -168,9 +172,9 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
     return ApiError(400, f"{param} is {given}: {told}.", param=param, code=code)
 
 
-def _unknown(locs: Sequence[Sequence[str | int]], body: Any, model: type[BaseModel]) -> list[str]:
+def _list_unknown_parameters(locs: Sequence[Sequence[str | int]], body: Any, model: type[BaseModel]) -> list[str]:
     """Names of unknown parameters, without those that are known and refused."""
-    paths = dict.fromkeys(_real_path(loc, body, missing=False) for loc in locs)
+    paths = dict.fromkeys(_find_body_path(loc, body, missing=False) for loc in locs)
     return [_path(path) for path in paths if not _is_refused(model, path)]
 
 
@@ -183,18 +187,18 @@ def _is_refused(model: type[BaseModel], path: Sequence[str | int]) -> bool:
         declared = [each.model_fields[key] for each in models if key in each.model_fields]
         if any(OFF in field.metadata for field in declared):
             return True
-        models = [found for field in declared for found in _models_in(field.annotation)]
+        models = [found for field in declared for found in _iterate_models(field.annotation)]
     return False
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def _iterate_models(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
-        yield from _models_in(part)
+        yield from _iterate_models(part)
 
 
-def _real_path(loc: Sequence[str | int], body: Any, *, missing: bool) -> tuple[str | int, ...]:
+def _find_body_path(loc: Sequence[str | int], body: Any, *, missing: bool) -> tuple[str | int, ...]:
     """The part of a location that is in the body; pydantic also names the variants of a union, and marks keys."""
     path: list[str | int] = []
     value = body
@@ -244,16 +248,16 @@ def responses(
 
 def _schema(model: type[BaseModel]) -> Any:
     schema = model.model_json_schema()
-    return _inline(schema, schema.pop("$defs", {}))
+    return _inline_references(schema, schema.pop("$defs", {}))
 
 
-def _inline(schema: Any, definitions: dict[str, Any]) -> Any:
+def _inline_references(schema: Any, definitions: dict[str, Any]) -> Any:
     """The schema with every reference replaced by what it means: references would point out of it."""
     if isinstance(schema, list):
-        return [_inline(item, definitions) for item in schema]
+        return [_inline_references(item, definitions) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
         named = definitions[schema["$ref"].rpartition("/")[2]]
-        return _inline(named | {key: value for key, value in schema.items() if key != "$ref"}, definitions)
-    return {key: _inline(value, definitions) for key, value in schema.items()}
+        return _inline_references(named | {key: value for key, value in schema.items() if key != "$ref"}, definitions)
+    return {key: _inline_references(value, definitions) for key, value in schema.items()}

@@ -49,13 +49,13 @@ def object_or_text(value: Any) -> str:
     return "an object" if isinstance(value, (dict, BaseModel)) else "a text"
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """An object without unknown keys, whose values are not converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """Options of a stream."""
 
     include_usage: bool | None = None
@@ -63,7 +63,7 @@ class StreamOptions(Strict):
     include_obfuscation: Refused[Literal[False]] = None
 
 
-class StructuredForm(Strict):
+class StructuredForm(StrictModel):
     """vLLM's parameter: the form that the text must have; one of them is given."""
 
     json_schema: dict[str, Any] | Text | None = Field(default=None, alias="json")
@@ -73,7 +73,7 @@ class StructuredForm(Strict):
     grammar: Text | None = None
 
 
-class JsonSchema(Strict):
+class JsonSchema(StrictModel):
     """OpenAI's schema of an answer."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -82,20 +82,20 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Strict):
+class JsonSchemaFormat(StrictModel):
     """An answer that follows a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
 
-class JsonObjectFormat(Strict):
+class JsonObjectFormat(StrictModel):
     """An answer that is a JSON object."""
 
     type: Literal["json_object"]
 
 
-class TextFormat(Strict):
+class TextFormat(StrictModel):
     """An answer of any form."""
 
     type: Literal["text"]
@@ -104,7 +104,7 @@ class TextFormat(Strict):
 Format = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class Speculative(Strict):
+class Speculative(StrictModel):
     """How to draft for one request; what is left out is up to the server."""
 
     num_speculative_tokens: Annotated[int, Field(ge=1, lt=2**31)] | Literal["auto"] | None = None
@@ -116,7 +116,7 @@ class Speculative(Strict):
     remember: bool | None = None
 
 
-class _Sampling(Strict):
+class _Sampling(StrictModel):
     """What all endpoints that generate take."""
 
     model: str | None = None
@@ -193,7 +193,7 @@ class CompletionRequest(Choices):
     add_special_tokens: Refused[Literal[True]] = None
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     """A part of a message."""
 
     type: Literal["text", "input_text", "output_text"]
@@ -201,7 +201,7 @@ class TextPart(Strict):
     cache_control: Hint[dict[str, Any]] = None
 
 
-class RefusalPart(Strict):
+class RefusalPart(StrictModel):
     """A part of a message in which the assistant refused."""
 
     type: Literal["refusal"]
@@ -222,7 +222,7 @@ Content = Annotated[Annotated[str, Tag("a text")] | Annotated[Parts, Tag("a list
 FunctionName = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
-class FunctionSpec(Strict):
+class FunctionSpec(StrictModel):
     """A function that may be called."""
 
     name: FunctionName
@@ -231,7 +231,7 @@ class FunctionSpec(Strict):
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     """OpenAI's tool: a function."""
 
     type: Literal["function"]
@@ -239,13 +239,13 @@ class Tool(Strict):
     cache_control: Hint[dict[str, Any]] = None
 
 
-class NamedFunction(Strict):
+class NamedFunction(StrictModel):
     """A function by its name."""
 
     name: FunctionName
 
 
-class NamedTool(Strict):
+class NamedTool(StrictModel):
     """The function that must be called."""
 
     type: Literal["function"]
@@ -258,7 +258,7 @@ ToolChoice = Annotated[
 ]
 
 
-class CalledFunction(Strict):
+class CalledFunction(StrictModel):
     """A function that was called; its arguments are a text that holds a JSON object."""
 
     name: FunctionName
@@ -266,7 +266,7 @@ class CalledFunction(Strict):
     parsed_arguments: Any = Field(default=None, description="What the official client adds; not read.")
 
 
-class ToolCall(Strict):
+class ToolCall(StrictModel):
     """A call in a message of the assistant."""
 
     id: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
@@ -297,7 +297,7 @@ _ROLES: list[Any] = [
 ]
 
 
-class Message(Strict):
+class Message(StrictModel):
     """A message; the keys that are null are those that clients copy from an answer."""
 
     model_config = ConfigDict(json_schema_extra={"anyOf": _ROLES})
@@ -318,7 +318,7 @@ class Message(Strict):
     cache_control: Hint[dict[str, Any]] = None
 
 
-class Prediction(Strict):
+class Prediction(StrictModel):
     """OpenAI's predicted output: text that the answer probably repeats."""
 
     type: Literal["content"]
@@ -328,7 +328,7 @@ class Prediction(Strict):
     ]
 
 
-class PromptEnd(Strict):
+class PromptEnd(StrictModel):
     """How the prompt of a conversation ends, as in vLLM."""
 
     add_generation_prompt: bool | None = Field(default=None, description="false: it ends with the last message.")

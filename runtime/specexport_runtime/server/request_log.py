@@ -62,12 +62,12 @@ class RequestLog:
             "generated_tokens": self.total("num_generated_tokens"),
             "finish_reasons": self.finish_reasons,
             **{name: self.total(name) for name in ("rounds", "drafted", "accepted")},
-            "queued_ms": milliseconds(self.queued_s),
-            "ttft_ms": milliseconds(self.first_token_s),
+            "queued_ms": to_milliseconds(self.queued_s),
+            "ttft_ms": to_milliseconds(self.first_token_s),
             "error": type(errors[0]).__name__ if errors else None,
         }
 
 
-def milliseconds(seconds: float | None) -> float | None:
+def to_milliseconds(seconds: float | None) -> float | None:
     """Seconds as milliseconds, rounded for a log line."""
     return None if seconds is None else round(1000 * seconds, 3)

@@ -10,7 +10,7 @@ from specexport_runtime.engine import SpecEngine
 from specexport_runtime.intake.functions import MAX_FUNCTIONS
 from specexport_runtime.server.completions import answer
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.errors import ApiError, invalid, over_limit, unsupported
+from specexport_runtime.server.errors import ApiError, invalid_error, over_limit_error, unsupported_error
 from specexport_runtime.server.parsing import request_body, responses
 from specexport_runtime.server.protocol import MAX_ITEMS, ChatRequest, Sampling
 from specexport_runtime.server.responses_format import ResponsesFormat
@@ -57,9 +57,9 @@ class ResponseAsChat:
         else:
             self._read(body.input)
         if not self._messages:
-            raise invalid("input", "input has nothing but empty items of reasoning.")
+            raise invalid_error("input", "input has nothing but empty items of reasoning.")
         if len(self._messages) > MAX_ITEMS:
-            raise over_limit("input", f"{len(self._messages)} messages", MAX_ITEMS)
+            raise over_limit_error("input", f"{len(self._messages)} messages", MAX_ITEMS)
         self.request = ChatRequest.model_validate(
             {name: getattr(body, name) for name in Sampling.model_fields}
             | {
@@ -124,7 +124,7 @@ class ResponseAsChat:
     def _call(self, item: InputCall, turn: dict[str, Any], own: str) -> None:
         calls = turn.setdefault("tool_calls", [])
         if len(calls) == MAX_FUNCTIONS:
-            raise over_limit(own, f"{len(calls) + 1} calls beside each other", MAX_FUNCTIONS)
+            raise over_limit_error(own, f"{len(calls) + 1} calls beside each other", MAX_FUNCTIONS)
         where = f"messages[{len(self._messages) - 1}].tool_calls[{len(calls)}]"
         self._names |= {f"{where}.function": own, where: own}
         function = {"name": item.name, "arguments": item.arguments}
@@ -175,9 +175,9 @@ async def create_response(request: Request) -> Response:
 def plan_response(body: ResponsesRequest, engine: SpecEngine, config: ServerConfig, owner: str = "") -> RequestPlan:
     """The request of a body of ``/v1/responses`` (ApiError 400); ``owner`` keeps what is remembered apart."""
     if body.top_logprobs and not body.wants_logprobs:
-        raise invalid("top_logprobs", f'top_logprobs needs include: ["{LOGPROBS}"].')
+        raise invalid_error("top_logprobs", f'top_logprobs needs include: ["{LOGPROBS}"].')
     if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "stream_options needs stream: true.")
+        raise invalid_error("stream_options", "stream_options needs stream: true.")
     chat = ResponseAsChat(body)
     try:
         plan = plan_chat(chat.request, engine, config, owner)
@@ -187,5 +187,5 @@ def plan_response(body: ResponsesRequest, engine: SpecEngine, config: ServerConf
         for param, asked in (("include", body.wants_logprobs), ("speculative.token_origins", plan.origins)):
             if asked:
                 message = f"{param}: tokens are not told of where an answer may have calls or thinking."
-                raise unsupported(param, f"{message} /v1/chat/completions tells of all of them.")
+                raise unsupported_error(param, f"{message} /v1/chat/completions tells of all of them.")
     return plan

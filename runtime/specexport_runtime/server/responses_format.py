@@ -9,7 +9,7 @@ from typing import Any
 from specexport_runtime.intake.answer_reader import AnswerReader, read_whole
 from specexport_runtime.intake.tool_formats.base import Content, Event
 from specexport_runtime.requests.results import StreamPiece
-from specexport_runtime.server.answer_format import Header, chat_rows, origin_rows, origins_of
+from specexport_runtime.server.answer_format import Header, list_origins, make_lazy_chat_logprobs, make_lazy_origins
 from specexport_runtime.server.conversation import ParsedConversation
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.json_text import json_text
@@ -42,7 +42,7 @@ class ResponsesFormat:
         self._asked = _echo(body)
         self._syntax = None if conversation is None else conversation.syntax
         self._reader = None if self._syntax is None else AnswerReader(self._syntax)
-        self._thought = _Thought(None if conversation is None else conversation.dialect.end_of_thinking)
+        self._thought = _ThinkingCounter(None if conversation is None else conversation.dialect.end_of_thinking)
         new_call_id = secrets.token_hex if conversation is None else conversation.dialect.new_id
         self._items = OutputItems(header.id.partition("_")[2], new_call_id)
         self._count = 0  # of events
@@ -78,12 +78,12 @@ class ResponsesFormat:
         """The event of more text of the only message, put together by hand: it comes once a round."""
         message = self._items.open
         assert isinstance(message, MessageItem)  # noqa: S101  # it was begun before the first token
-        message.grow(text)
-        self._note(message, pieces)
+        message.append_text(text)
+        self._record_pieces(message, pieces)
         if not pieces or not (text or self._origins or self._texts):
             return b""
-        logprobs = "[]" if self._texts is None else json_text(chat_rows(pieces, self._texts))
-        more = f',"tokens":{json.dumps(origins_of(pieces))},"drafted":{drafted}' if self._origins else ""
+        logprobs = "[]" if self._texts is None else json_text(make_lazy_chat_logprobs(pieces, self._texts))
+        more = f',"tokens":{json.dumps(list_origins(pieces))},"drafted":{drafted}' if self._origins else ""
         if not self._before_delta:
             where = json.dumps(message.where, separators=(",", ":"))[1:-1]
             self._before_delta = f'event: {message.delta}\ndata: {{"type":"{message.delta}",{where},"sequence_number":'
@@ -117,7 +117,7 @@ class ResponsesFormat:
         for _ in self._items.take(found):
             pass  # events are for streams
         if isinstance(message := self._items.open, MessageItem) and self._syntax is None:
-            self._note(message, pieces)
+            self._record_pieces(message, pieces)
         for _ in self._items.finish(is_cut=finish == "length"):
             pass
         return {}
@@ -131,14 +131,14 @@ class ResponsesFormat:
         """An answer that is not streamed."""
         return json_text(self._response(self._status(), usage)).encode()
 
-    def _note(self, message: MessageItem, pieces: Sequence[StreamPiece]) -> None:
+    def _record_pieces(self, message: MessageItem, pieces: Sequence[StreamPiece]) -> None:
         """Remember what is told of each token."""
         if self._texts is not None or self._origins:
             message.pieces += pieces
         if self._texts is not None:
-            message.logprobs = chat_rows(message.pieces, self._texts)
+            message.logprobs = make_lazy_chat_logprobs(message.pieces, self._texts)
         if self._origins:
-            message.origins = origin_rows(message.pieces)
+            message.origins = make_lazy_origins(message.pieces)
 
     def _status(self) -> str:
         return "incomplete" if self._finish == "length" else "completed"
@@ -167,7 +167,7 @@ class ResponsesFormat:
         return b"".join(events)
 
 
-class _Thought:
+class _ThinkingCounter:
     """Counts the tokens of an answer up to ``end``, which ends its thinking; None: nothing is counted."""
 
     def __init__(self, end: int | None) -> None:

@@ -30,21 +30,21 @@ class OutputItem(ABC):
         """All that was said."""
         return "".join(self._said)
 
-    def grow(self, text: str) -> None:
+    def append_text(self, text: str) -> None:
         """Take more text."""
         self._said.append(text)
 
-    def grown(self, text: str) -> Told:
+    def append_delta(self, text: str) -> Told:
         """The event of more text, which is taken."""
-        self.grow(text)
+        self.append_text(text)
         return self.delta, {**self.where, "delta": text}
 
-    def begun(self) -> Iterator[Told]:
+    def begin_events(self) -> Iterator[Told]:
         """The events with which it begins."""
         item = self.to_json() | self._empty()
         yield "response.output_item.added", {"output_index": self.where["output_index"], "item": item}
 
-    def ended(self, status: Status) -> Iterator[Told]:
+    def end_events(self, status: Status) -> Iterator[Told]:
         """The events with which it ends."""
         self.status = status
         yield from self._done()
@@ -64,7 +64,7 @@ class OutputItem(ABC):
     def _done(self) -> Iterator[Told]: ...
 
 
-class _WithPart(OutputItem):
+class _SinglePartItem(OutputItem):
     """An item with one part."""
 
     kind: ClassVar[str]
@@ -73,9 +73,9 @@ class _WithPart(OutputItem):
         super().__init__(item_id, index)
         self.where["content_index"] = 0
 
-    def begun(self) -> Iterator[Told]:
+    def begin_events(self) -> Iterator[Told]:
         """See ``OutputItem.begun``."""
-        yield from super().begun()
+        yield from super().begin_events()
         yield "response.content_part.added", {**self.where, "part": self._part()}
 
     def _part(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class _WithPart(OutputItem):
         yield "response.content_part.done", {**self.where, "part": part}
 
 
-class MessageItem(_WithPart):
+class MessageItem(_SinglePartItem):
     """What the model said. Log-probabilities and origins are of all tokens of the answer: it is the only item then."""
 
     prefix, kind, delta = "msg", "output_text", "response.output_text.delta"
@@ -102,9 +102,9 @@ class MessageItem(_WithPart):
         self.logprobs = LongList(0, lambda _begin, _end: [])
         self.origins: LongList | None = None
 
-    def grown(self, text: str) -> Told:
+    def append_delta(self, text: str) -> Told:
         """See ``OutputItem.grown``."""
-        kind, values = super().grown(text)
+        kind, values = super().append_delta(text)
         return kind, values | {"logprobs": []}
 
     def _part(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class MessageItem(_WithPart):
         return {"type": "message", "role": "assistant", "content": [self._part()]}
 
 
-class ReasoningItem(_WithPart):
+class ReasoningItem(_SinglePartItem):
     """What the model thought."""
 
     prefix, kind, delta = "rs", "reasoning_text", "response.reasoning_text.delta"
@@ -170,10 +170,10 @@ class OutputItems:
                     yield from self._grow(ReasoningItem, text)
                 case CallBegin(name):
                     yield from self.end("completed")
-                    item_id, index = self._place(CallItem)
+                    item_id, index = self._next_item_id(CallItem)
                     yield from self._begin(CallItem(item_id, index, self._new_call_id(), name))
                 case Arguments(text):
-                    yield self._items[-1].grown(text)
+                    yield self._items[-1].append_delta(text)
                 case CallEnd():
                     yield from self.end("completed")
                 case _:  # its arguments turned out to be no JSON; what was sent stays sent
@@ -181,12 +181,12 @@ class OutputItems:
 
     def begin_message(self) -> Iterator[Told]:
         """Begin a message, whatever will be in it."""
-        yield from self._begin(MessageItem(*self._place(MessageItem)))
+        yield from self._begin(MessageItem(*self._next_item_id(MessageItem)))
 
     def end(self, status: Status) -> Iterator[Told]:
         """End the item that still grows, if there is one."""
         if self.open is not None:
-            yield from self._items[-1].ended(status)
+            yield from self._items[-1].end_events(status)
 
     def finish(self, *, is_cut: bool) -> Iterator[Told]:
         """End the answer, which has at least a message."""
@@ -201,14 +201,14 @@ class OutputItems:
     def _grow(self, kind: type[MessageItem] | type[ReasoningItem], text: str) -> Iterator[Told]:
         if not isinstance(self.open, kind):
             yield from self.end("completed")
-            yield from self._begin(kind(*self._place(kind)))
-        yield self._items[-1].grown(text)
+            yield from self._begin(kind(*self._next_item_id(kind)))
+        yield self._items[-1].append_delta(text)
 
     def _begin(self, item: OutputItem) -> Iterator[Told]:
         self._items.append(item)
-        yield from item.begun()
+        yield from item.begin_events()
 
-    def _place(self, kind: type[OutputItem]) -> tuple[str, int]:
+    def _next_item_id(self, kind: type[OutputItem]) -> tuple[str, int]:
         """Id and index of the next item; ids of one kind are told apart by a number."""
         before = sum(isinstance(item, kind) for item in self._items)
         return f"{kind.prefix}_{self._name}" + (f"_{before}" if before else ""), len(self._items)

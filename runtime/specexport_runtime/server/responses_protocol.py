@@ -19,7 +19,7 @@ from specexport_runtime.server.protocol import (
     JsonSchema,
     Refused,
     Sampling,
-    Strict,
+    StrictModel,
     Text,
     TextFormat,
     list_or_text,
@@ -42,7 +42,7 @@ def _item_kind(value: Any) -> str:
     return str(kind) if kind in ("function_call", "function_call_output", "reasoning") else "message"
 
 
-class InputText(Strict):
+class InputText(StrictModel):
     """A part of a message to the model."""
 
     type: Literal["input_text"]
@@ -50,7 +50,7 @@ class InputText(Strict):
     cache_control: Hint[dict[str, Any]] = None
 
 
-class OutputText(Strict):
+class OutputText(StrictModel):
     """A part of an earlier answer; what clients copy along with its text changes nothing."""
 
     type: Literal["output_text"]
@@ -67,7 +67,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 CallId = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
 
 
-class InputMessage(Strict):
+class InputMessage(StrictModel):
     """A message of the conversation so far; an output item of an earlier answer is one, too."""
 
     type: Literal["message"] | None = None  # first: an item of another kind is told of by its kind
@@ -78,7 +78,7 @@ class InputMessage(Strict):
     phase: Refused[None] = None
 
 
-class InputCall(Strict):
+class InputCall(StrictModel):
     """A call of a function, of an earlier answer; ``arguments`` is the text of a JSON object."""
 
     type: Literal["function_call"]
@@ -101,7 +101,7 @@ class InputCall(Strict):
 InputTexts = Annotated[list[InputText], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
 
 
-class InputCallOutput(Strict):
+class InputCallOutput(StrictModel):
     """What a call of a function gave."""
 
     type: Literal["function_call_output"]
@@ -111,14 +111,14 @@ class InputCallOutput(Strict):
     status: Status | None = None
 
 
-class ReasoningText(Strict):
+class ReasoningText(StrictModel):
     """A part of what the model thought."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
-class InputReasoning(Strict):
+class InputReasoning(StrictModel):
     """What the model thought before an earlier answer; the chat template keeps it or drops it."""
 
     type: Literal["reasoning"]
@@ -139,7 +139,7 @@ InputItem = Annotated[
 InputItems = Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
 
 
-class _IsFunction(Strict):
+class _IsFunction(StrictModel):
     type: Annotated[Literal["function"], OFF]
 
 
@@ -147,7 +147,7 @@ class FlatFunction(FunctionSpec, _IsFunction):  # the fields of the last base co
     """A function that may be called; tools of other kinds are refused."""
 
 
-class FunctionToolChoice(Strict):
+class FunctionToolChoice(StrictModel):
     """The function that must be called."""
 
     type: Literal["function"]
@@ -168,7 +168,7 @@ class FlatJsonSchemaFormat(JsonSchema):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class TextOptions(Strict):
+class TextOptions(StrictModel):
     """The form of the answer."""
 
     format: (
@@ -177,13 +177,13 @@ class TextOptions(Strict):
     verbosity: Refused[Literal["medium"]] = None
 
 
-class EventOptions(Strict):
+class EventOptions(StrictModel):
     """Options of a stream."""
 
     include_obfuscation: Refused[Literal[False]] = None
 
 
-class Reasoning(Strict):
+class Reasoning(StrictModel):
     """Settings of models that think. What they thought is told as it is: there are no summaries."""
 
     effort: Effort | None = Field(default=None, description="Where the chat template reads reasoning_effort.")

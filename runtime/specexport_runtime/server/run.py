@@ -19,7 +19,7 @@ from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import has_budgets
-from specexport_runtime.server.listener import bind, http_server, loop_factory, url_of
+from specexport_runtime.server.listener import bind, format_url, loop_factory, make_http_server
 from specexport_runtime.server.log_format import log_config
 
 _log = logging.getLogger("specexport.server")
@@ -33,10 +33,10 @@ def run_server(bundle: Path, config: ServerConfig, options: EngineOptions) -> in
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     listener = bind(config)
     with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_Life(listener, config, lambda: SpecEngine.load(bundle, options)).run())
+        return runner.run(_ServerRun(listener, config, lambda: SpecEngine.load(bundle, options)).run())
 
 
-class _Life:
+class _ServerRun:
     """One run of a server on a socket that listens."""
 
     def __init__(self, listener: socket.socket, config: ServerConfig, load: Callable[[], SpecEngine]) -> None:
@@ -47,23 +47,23 @@ class _Life:
     async def run(self) -> int:
         """From the first answer of ``/health`` to the last of a request; the exit code."""
         self._watch_signals()
-        server = http_server(self._app, self._config, log_config(self._config.log_format))
+        server = make_http_server(self._app, self._config, log_config(self._config.log_format))
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
-        _log.info("Listening at %s; the model is being loaded.", url_of(self._listener, self._config))
+        _log.info("Listening at %s; the model is being loaded.", format_url(self._listener, self._config))
         try:
             engine = await self._load_engine()
             if engine is not None:
-                _log.info("Serving %s at %s.", self._config.model_name, url_of(self._listener, self._config))
-                await self._until_signalled(serving)
+                _log.info("Serving %s at %s.", self._config.model_name, format_url(self._listener, self._config))
+                await self._wait_unless_signalled(serving)
                 await self._drain(engine)
         finally:
             server.should_exit = True
             await serving
         if engine is None:
-            _leave(0)  # the thread that loads cannot be told to stop
-        await _or_leave(engine.aclose(0), _STUCK_S)
-        if engine.is_working_aside:
-            _leave(0)  # the interpreter would wait for it
+            _exit_process(0)  # the thread that loads cannot be told to stop
+        await _wait_or_exit(engine.aclose(0), _STUCK_S)
+        if engine.has_work_aside:
+            _exit_process(0)  # the interpreter would wait for it
         return 0
 
     async def _load_engine(self) -> AsyncSpecEngine | None:
@@ -83,7 +83,7 @@ class _Life:
                 loop.call_soon_threadsafe(set_it, value)
 
         threading.Thread(target=work, name="specexport-load", daemon=True).start()
-        await self._until_signalled(loaded)
+        await self._wait_unless_signalled(loaded)
         if self._stop.is_set():
             self._app.state.server.draining = True
             return None
@@ -93,7 +93,7 @@ class _Life:
         self._app.state.server.use_engine(engine)
         return engine
 
-    async def _until_signalled(self, work: "asyncio.Future[Any]") -> None:
+    async def _wait_unless_signalled(self, work: "asyncio.Future[Any]") -> None:
         """Wait until something is done, or the server is told to stop."""
         told = asyncio.create_task(self._stop.wait())
         await asyncio.wait({told, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -103,7 +103,7 @@ class _Life:
         self._app.state.server.draining = True
         limit = self._config.drain_timeout_s
         _log.info("Draining: %d sequences go on for up to %g s.", engine.num_active, limit)
-        if not await _or_leave(engine.drain(limit), limit + _STUCK_S):
+        if not await _wait_or_exit(engine.drain(limit), limit + _STUCK_S):
             _log.warning("Drain: what was left after %g s was cancelled.", limit)
 
     def _watch_signals(self) -> None:
@@ -114,20 +114,20 @@ class _Life:
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
-            _leave(128 + number)
+            _exit_process(128 + number)
         self._stop.set()
 
 
-async def _or_leave(work: Any, seconds: float) -> Any:
+async def _wait_or_exit(work: Any, seconds: float) -> Any:
     """Wait for something; if it takes too long the engine is stuck, and the process ends without it."""
     try:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError:
         _log.error("The engine did not end within %g s.", seconds)
-        _leave(1)
+        _exit_process(1)
 
 
-def _leave(code: int) -> NoReturn:
+def _exit_process(code: int) -> NoReturn:
     """End the process now: the interpreter would wait for threads that are inside an engine."""
     logging.shutdown()
     sys.stdout.flush()

@@ -5,9 +5,9 @@ from typing import Any
 
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
-from specexport_runtime.sampling.schema_rules import Place
+from specexport_runtime.sampling.schema_rules import SchemaPath
 from specexport_runtime.sampling.structured import StructuredOutputs
-from specexport_runtime.server.errors import ApiError, invalid
+from specexport_runtime.server.errors import ApiError, invalid_error
 from specexport_runtime.server.protocol import Choices, JsonObjectFormat, JsonSchemaFormat, Sampling
 
 MAX_DEPTH = 10
@@ -16,15 +16,15 @@ MAX_ENUM_VALUES = 1000
 """OpenAI's limits of a strict schema."""
 
 
-def form_of(body: Choices, engine: SpecEngine) -> StructuredOutputs | None:
+def read_form(body: Choices, engine: SpecEngine) -> StructuredOutputs | None:
     """The form that a body asks for, checked, and ready in the engine; None for none. ``ApiError`` 400 if refused."""
-    form, param = _asked(body)
+    form, param = _parse_form(body)
     if form is None:
         return None
     try:
         engine.check_form(form)
     except InvalidRequestError as error:
-        raise invalid(param, f"{param}: {error}") from None
+        raise invalid_error(param, f"{param}: {error}") from None
     except MissingDependencyError as error:
         raise ApiError(400, f"{param}: {error}", param=param, code="unsupported_parameter") from None
     return form
@@ -37,28 +37,28 @@ def may_compile(body: Sampling) -> bool:
     return bool(strict) or any(asked) or getattr(body, "tool_choice", None) not in (None, "none", "auto")
 
 
-def _asked(body: Choices) -> tuple[StructuredOutputs | None, str]:
+def _parse_form(body: Choices) -> tuple[StructuredOutputs | None, str]:
     given, asked = body.structured_outputs, body.response_format
     if given is not None and isinstance(asked, (JsonObjectFormat, JsonSchemaFormat)):
-        raise invalid("structured_outputs", "structured_outputs and response_format are both given: give one.")
+        raise invalid_error("structured_outputs", "structured_outputs and response_format are both given: give one.")
     if given is not None:
         fields = given.model_dump(exclude_none=True, by_alias=True)
         try:
             form = StructuredOutputs(**fields)
             return form, form.name
         except InvalidRequestError as error:
-            raise invalid("structured_outputs", str(error)) from None
+            raise invalid_error("structured_outputs", str(error)) from None
     if isinstance(asked, JsonObjectFormat):
         return StructuredOutputs(json_object=True), "response_format"
     if isinstance(asked, JsonSchemaFormat):
         param, schema = "response_format.json_schema.schema", asked.json_schema.schema_
         if schema is None:
-            raise invalid(param, f"{param} is missing.")
+            raise invalid_error(param, f"{param} is missing.")
         try:
             form = StructuredOutputs(json=schema)
         except InvalidRequestError as error:
-            raise invalid(param, str(error)) from None
-        if asked.json_schema.strict:  # behind the check of its size
+            raise invalid_error(param, str(error)) from None
+        if asked.json_schema.strict:  # after the check of its size
             check_strict(schema, param)
         return form, param
     return None, ""
@@ -67,35 +67,35 @@ def _asked(body: Choices) -> tuple[StructuredOutputs | None, str]:
 def check_strict(schema: Mapping[str, Any], param: str) -> None:
     """Refuse a schema that breaks OpenAI's rules for ``strict``; ApiError 400, for ``param``, says where."""
     if schema.get("type") != "object" or "anyOf" in schema:
-        raise invalid(param, f"{param}: the root of a strict schema is of type 'object', and has no anyOf.")
+        raise invalid_error(param, f"{param}: the root of a strict schema is of type 'object', and has no anyOf.")
     properties = values = 0
-    for where, part, depth in _parts(schema, param):
+    for where, part, depth in _iterate_subschemas(schema, param):
         if depth > MAX_DEPTH:
-            raise invalid(param, f"{where}: a strict schema has at most {MAX_DEPTH} levels.")
+            raise invalid_error(param, f"{where}: a strict schema has at most {MAX_DEPTH} levels.")
         own = part.get("properties")
         if part.get("type") == "object" or own is not None:
             required = part.get("required") or []
             if not isinstance(own or {}, Mapping) or not isinstance(required, list):
-                raise invalid(param, f"{where}: 'properties' must be an object, and 'required' a list.")
+                raise invalid_error(param, f"{where}: 'properties' must be an object, and 'required' a list.")
             names = set(own or {})
             properties += len(names)
             if part.get("additionalProperties") is not False:
-                raise invalid(param, f"{where}: 'additionalProperties' must be false in a strict schema.")
+                raise invalid_error(param, f"{where}: 'additionalProperties' must be false in a strict schema.")
             missing = sorted(names - {name for name in required if isinstance(name, str)})
             if missing:
                 said = f"'required' must name every property of a strict schema; {missing[0]!r} is missing"
-                raise invalid(param, f"{where}: {said}.")
+                raise invalid_error(param, f"{where}: {said}.")
         values += len(part["enum"]) if isinstance(part.get("enum"), list) else 0
     if properties > MAX_PROPERTIES or values > MAX_ENUM_VALUES:
-        raise invalid(
+        raise invalid_error(
             param,
             f"{param}: a strict schema has at most {MAX_PROPERTIES} properties and {MAX_ENUM_VALUES} values of enums.",
         )
 
 
-def _parts(schema: Any, param: str) -> Iterator[tuple[Place, Mapping[str, Any], int]]:
+def _iterate_subschemas(schema: Any, param: str) -> Iterator[tuple[SchemaPath, Mapping[str, Any], int]]:
     """All schemas within a schema: where, the schema, and how deep."""
-    todo: list[tuple[Place, Any, int]] = [(Place(None, param), schema, 1)]
+    todo: list[tuple[SchemaPath, Any, int]] = [(SchemaPath(None, param), schema, 1)]
     while todo:
         at, part, level = todo.pop()
         if not isinstance(part, Mapping):
@@ -106,9 +106,9 @@ def _parts(schema: Any, param: str) -> Iterator[tuple[Place, Mapping[str, Any], 
         for key in ("properties", "$defs", "definitions"):
             inner = part.get(key)
             if isinstance(inner, Mapping):
-                todo += [(Place(Place(at, key), name), each, level + 1) for name, each in inner.items()]
+                todo += [(SchemaPath(SchemaPath(at, key), name), each, level + 1) for name, each in inner.items()]
         for key in ("anyOf", "allOf", "oneOf"):
             if isinstance(part.get(key), list):
-                todo += [(Place(at, f"{key}[{i}]"), each, level) for i, each in enumerate(part[key])]
+                todo += [(SchemaPath(at, f"{key}[{i}]"), each, level) for i, each in enumerate(part[key])]
         if "items" in part:
-            todo.append((Place(at, "items"), part["items"], level + 1))
+            todo.append((SchemaPath(at, "items"), part["items"], level + 1))

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from specexport_runtime.bundle.tokenizer_load import TWIN_MARK
 from specexport_runtime.requests.text import TextStream
-from specexport_runtime.requests.token_bytes import BYTE_TOKEN, byte_of_char, decoder_steps, name_of
+from specexport_runtime.requests.token_bytes import BYTE_TOKEN, build_byte_alphabet, decoder_steps, get_token_name
 from specexport_runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -43,16 +43,16 @@ class TokenTexts:
     def _bytes(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token].encode()
-        name = name_of(self._tokenizer, token)
+        name = get_token_name(self._tokenizer, token)
         if name is None:
             return b""  # a row of the LM head without a token
-        if self._is_byte_level and all(char in byte_of_char() for char in name):
-            return bytes(byte_of_char()[char] for char in name)
+        if self._is_byte_level and all(char in build_byte_alphabet() for char in name):
+            return bytes(build_byte_alphabet()[char] for char in name)
         if self._has_byte_tokens and (match := BYTE_TOKEN.fullmatch(name)):
             return bytes([int(match[1], 16)])
-        return self._text_after_itself(token).encode()
+        return self._decode_after_itself(token).encode()
 
-    def _text_after_itself(self, token: int) -> str:
+    def _decode_after_itself(self, token: int) -> str:
         """What a second token adds to the first: decoders strip the space of the first one."""
         one, two = (self._tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
         added: str = two[len(one) :] if two.startswith(one) else one

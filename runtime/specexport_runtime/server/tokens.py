@@ -9,17 +9,17 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.requests.token_bytes import name_of, text_of
-from specexport_runtime.server.admission import ready_engine
-from specexport_runtime.server.answer import request_life
-from specexport_runtime.server.completions import owner_of
+from specexport_runtime.requests.token_bytes import decode_ids, get_token_name
+from specexport_runtime.server.admission import require_engine
+from specexport_runtime.server.answer import interrupt_on_disconnect
+from specexport_runtime.server.completions import get_owner
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.conversation import dialect_of, read_prompt, tools_of
-from specexport_runtime.server.errors import ERROR_RESPONSES, invalid
-from specexport_runtime.server.models import adapter_of
-from specexport_runtime.server.parsing import bytes_of, parse_body, request_body
-from specexport_runtime.server.prompt_tokens import beside, check_length, encode
-from specexport_runtime.server.protocol import MAX_ITEMS, Message, PromptEnd, Strict, TokenIds, Tools
+from specexport_runtime.server.conversation import make_dialect, read_prompt, read_tools
+from specexport_runtime.server.errors import ERROR_RESPONSES, invalid_error
+from specexport_runtime.server.models import resolve_adapter
+from specexport_runtime.server.parsing import parse_body, read_request_body, request_body
+from specexport_runtime.server.prompt_tokens import check_length, encode, run_beside_event_loop
+from specexport_runtime.server.protocol import MAX_ITEMS, Message, PromptEnd, StrictModel, TokenIds, Tools
 from specexport_runtime.server.state import state_of
 
 router = APIRouter(tags=["tokens"])
@@ -37,7 +37,7 @@ class TokenizeRequest(PromptEnd):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     """Body of ``/detokenize``."""
 
     model: str | None = None
@@ -50,43 +50,43 @@ Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
 @router.post("/tokenize", responses=ERROR_RESPONSES, openapi_extra=request_body(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """The token ids of a prompt, or of a conversation by the model's chat template."""
-    return await _answer(request, TokenizeRequest, _tokenize)
+    return await _answer_request(request, TokenizeRequest, _tokenize)
 
 
 @router.post("/detokenize", responses=ERROR_RESPONSES, openapi_extra=request_body(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
-    return await _answer(request, DetokenizeRequest, _detokenize)
+    return await _answer_request(request, DetokenizeRequest, _detokenize)
 
 
-async def _answer(
+async def _answer_request(
     request: Request, model: type[Body], work: Callable[[Body, SpecEngine, ServerConfig], Any]
 ) -> Response:
     """The answer of work on a body; both are bounded by the tokens of a prompt."""
     state = state_of(request)
-    service, data = ready_engine(state), await bytes_of(request)
+    service, data = require_engine(state), await read_request_body(request)
 
-    def told() -> Response:
+    def build_response() -> Response:
         body = parse_body(data, model)
-        adapter_of(body.model, service.engine, state.config.model_name)
+        resolve_adapter(body.model, service.engine, state.config.model_name)
         return JSONResponse(work(body, service.engine, state.config))
 
-    async with request_life(request.receive, state.config.request_timeout_s):
-        return await beside(service, owner_of(request), len(data), told)
+    async with interrupt_on_disconnect(request.receive, state.config.request_timeout_s):
+        return await run_beside_event_loop(service, get_owner(request), len(data), build_response)
 
 
 def _tokenize(body: TokenizeRequest, engine: SpecEngine, config: ServerConfig) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
-        raise invalid("prompt", "give either prompt or messages.")
+        raise invalid_error("prompt", "give either prompt or messages.")
     if body.messages is not None:
-        source, dialect = "messages", dialect_of(engine, config)
-        functions = tools_of(body.tools or (), dialect)
+        source, dialect = "messages", make_dialect(engine, config)
+        functions = read_tools(body.tools or (), dialect)
         _, ids = read_prompt(engine, config, dialect, body.messages, functions, body.chat_template_kwargs, body)
     else:
         source, special = "prompt", body.add_special_tokens is not False
         ids = encode(engine, body.prompt or "", source, config.max_prompt_tokens, add_special_tokens=special)
     check_length(engine, config, source, ids)
-    names = [name_of(engine.tokenizer, token) for token in ids] if body.return_token_strs else None
+    names = [get_token_name(engine.tokenizer, token) for token in ids] if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": names}
 
 
@@ -95,8 +95,10 @@ def _detokenize(body: DetokenizeRequest, engine: SpecEngine, config: ServerConfi
     check_length(engine, config, "tokens", ids)
     for token in ids:
         if token >= engine.target.vocab_size:
-            raise invalid("tokens", f"tokens names token {token}; ids go from 0 to {engine.target.vocab_size - 1}.")
-    return {"prompt": text_of(engine.tokenizer, ids, skip_special_tokens=False)}
+            raise invalid_error(
+                "tokens", f"tokens names token {token}; ids go from 0 to {engine.target.vocab_size - 1}."
+            )
+    return {"prompt": decode_ids(engine.tokenizer, ids, skip_special_tokens=False)}
 
 
 @router.get("/version")

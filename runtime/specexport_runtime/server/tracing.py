@@ -100,7 +100,7 @@ def _finish(span: Any, scope: Scope, log: RequestLog) -> None:
         "http.response.status_code": log.status,
         "error.type": error,
         "specexport.request_id": scope["state"].get("request_id"),
-        **_generation(scope["path"], log),
+        **_generation_attributes(scope["path"], log),
     }
     span.set_attributes({name: value for name, value in attributes.items() if value is not None})
     if log.status is not None and log.status >= 500:
@@ -108,7 +108,7 @@ def _finish(span: Any, scope: Scope, log: RequestLog) -> None:
     _add_phases(span, log)
 
 
-def _generation(path: str, log: RequestLog) -> dict[str, Any]:
+def _generation_attributes(path: str, log: RequestLog) -> dict[str, Any]:
     """Attributes of a request that reached the engine: of the GenAI conventions, and ours."""
     if not log.requests:
         return {}
@@ -144,7 +144,7 @@ def _add_phases(parent: Any, log: RequestLog) -> None:
     now = time.perf_counter()
     epoch = time.time_ns() - int(1e9 * now)
     for choice, sequence in enumerate(log.requests[:MAX_TRACED_SEQUENCES]):
-        for name, begin, end in _phases(sequence, now):
+        for name, begin, end in _list_phases(sequence, now):
             span = tracer.start_span(
                 f"specexport.{name}",
                 context,
@@ -156,7 +156,7 @@ def _add_phases(parent: Any, log: RequestLog) -> None:
             span.end(epoch + int(1e9 * end))
 
 
-def _phases(sequence: "Request", now: float) -> list[tuple[str, float, float]]:
+def _list_phases(sequence: "Request", now: float) -> list[tuple[str, float, float]]:
     """Queue, prefill and decoding of a sequence with their begin and end, as far as it came."""
     stats = sequence.stats
     end = now if stats.end_time is None else stats.end_time

@@ -7,16 +7,16 @@ from specexport_runtime.engine import SpecEngine
 from specexport_runtime.intake.drafting import RequestOptions, RequestSpec
 from specexport_runtime.requests.results import as_prompts
 from specexport_runtime.requests.text import TextStream
-from specexport_runtime.requests.token_bytes import text_of
+from specexport_runtime.requests.token_bytes import decode_ids
 from specexport_runtime.sampling.params import CUTS, SamplingParams
-from specexport_runtime.server.answer_format import check_entries, most_tokens
+from specexport_runtime.server.answer_format import check_logprob_count, max_logprob_tokens
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import ParsedConversation, read_conversation
-from specexport_runtime.server.errors import invalid, over_limit, shown, unsupported
-from specexport_runtime.server.models import adapter_of
-from specexport_runtime.server.prompt_tokens import check_prompt, check_reference, encode, max_tokens_of
+from specexport_runtime.server.errors import invalid_error, over_limit_error, shown, unsupported_error
+from specexport_runtime.server.models import resolve_adapter
+from specexport_runtime.server.prompt_tokens import check_prompt, check_reference, encode, resolve_max_tokens
 from specexport_runtime.server.protocol import ChatRequest, Choices, CompletionRequest, Sampling, join_text
-from specexport_runtime.server.structured import form_of
+from specexport_runtime.server.structured import read_form
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
 _SAME_NAMES = (
@@ -40,7 +40,7 @@ class Echo(NamedTuple):
     open_end: int  # characters at its end that may change with tokens of the answer: first bytes of one, say
 
     @property
-    def settled(self) -> str:
+    def settled_text(self) -> str:
         """What stays whatever follows."""
         return self.before(self.open_end)
 
@@ -52,10 +52,10 @@ class Echo(NamedTuple):
 NO_ECHO = Echo("", 0)
 
 
-def echo_of(engine: SpecEngine, prompt: Sequence[int], *, skip_special_tokens: bool) -> Echo:
+def make_echo(engine: SpecEngine, prompt: Sequence[int], *, skip_special_tokens: bool) -> Echo:
     """The echo of a prompt; ids that are no tokens are left out."""
     known = [token for token in prompt if token < engine.target.vocab_size]
-    text = text_of(engine.tokenizer, known, skip_special_tokens=skip_special_tokens)
+    text = decode_ids(engine.tokenizer, known, skip_special_tokens=skip_special_tokens)
     params = SamplingParams(skip_special_tokens=skip_special_tokens)
     return Echo(text, TextStream(engine.tokenizer, params, prompt=known).open_end())
 
@@ -83,37 +83,39 @@ def plan_completion(body: CompletionRequest, engine: SpecEngine, config: ServerC
     """The requests of a body of ``/v1/completions`` (ApiError 400); ``owner`` keeps what is remembered apart."""
     _check_common(body, engine, config)
     if body.best_of not in (None, body.n or 1):
-        raise unsupported("best_of", "best_of other than n is not supported: leave it out.")
+        raise unsupported_error("best_of", "best_of other than n is not supported: leave it out.")
     if body.echo and body.logprobs is not None and body.stream:
-        raise unsupported("echo", "echo with logprobs cannot be streamed: leave stream out.")
+        raise unsupported_error("echo", "echo with logprobs cannot be streamed: leave stream out.")
     if body.max_tokens == 0 and (not body.echo or body.stream):
-        raise invalid("max_tokens", "max_tokens is 0, which leaves nothing but an echo that is not streamed: add echo.")
+        raise invalid_error(
+            "max_tokens", "max_tokens is 0, which leaves nothing but an echo that is not streamed: add echo."
+        )
     prompts = as_prompts(body.prompt)
     if len(prompts) > config.max_prompts:
-        raise over_limit("prompt", f"{len(prompts)} prompts", config.max_prompts)
+        raise over_limit_error("prompt", f"{len(prompts)} prompts", config.max_prompts)
     ids = [encode(engine, prompt, "prompt", config.max_prompt_tokens) for prompt in prompts]
     skip = body.skip_special_tokens is not False
-    echoes = [echo_of(engine, prompt, skip_special_tokens=skip) if body.echo else NO_ECHO for prompt in ids]
+    echoes = [make_echo(engine, prompt, skip_special_tokens=skip) if body.echo else NO_ECHO for prompt in ids]
     limit = ("max_tokens", body.max_tokens or (None if body.max_tokens is None else 1))
-    return _plan(body, engine, config, owner, "prompt", ids, echoes, limit, DEFAULT_MAX_TOKENS)
+    return _make_plan(body, engine, config, owner, "prompt", ids, echoes, limit, DEFAULT_MAX_TOKENS)
 
 
 def plan_chat(body: ChatRequest, engine: SpecEngine, config: ServerConfig, owner: str = "") -> RequestPlan:
     """The requests of a body of ``/v1/chat/completions`` (ApiError 400); ``owner`` keeps what is remembered apart."""
     _check_common(body, engine, config)
     if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs", "top_logprobs needs logprobs: true.")
+        raise invalid_error("top_logprobs", "top_logprobs needs logprobs: true.")
     limits = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
     given = [(name, value) for name, value in limits.items() if value is not None]
     if len({value for _, value in given}) > 1:
-        raise invalid("max_tokens", "max_tokens and max_completion_tokens differ: give one.")
+        raise invalid_error("max_tokens", "max_tokens and max_completion_tokens differ: give one.")
     conversation = read_conversation(body, engine, config)
     limit = given[0] if given else ("max_tokens", None)
     most = engine.max_model_len
-    return _plan(body, engine, config, owner, "messages", [conversation.ids], [NO_ECHO], limit, most, conversation)
+    return _make_plan(body, engine, config, owner, "messages", [conversation.ids], [NO_ECHO], limit, most, conversation)
 
 
-def _plan(
+def _make_plan(
     body: CompletionRequest | ChatRequest,
     engine: SpecEngine,
     config: ServerConfig,
@@ -127,34 +129,34 @@ def _plan(
 ) -> RequestPlan:
     """``n`` requests for each prompt; choice i uses seed + i, so that each can be asked for alone."""
     n = body.n or 1
-    reference = _reference(body, engine)
-    drafting = _drafting(body, engine, reference, owner)
-    adapter = adapter_of(body.model, engine, config.model_name)
+    reference = _encode_reference(body, engine)
+    drafting = _read_drafting(body, engine, reference, owner)
+    adapter = resolve_adapter(body.model, engine, config.model_name)
     if adapter is not None:
         drafting["lora"] = adapter
-    common, alternatives = _sampling(body), _alternatives(body)
+    common, alternatives = _read_sampling(body), _num_alternatives(body)
     scores = alternatives is not None and isinstance(body, CompletionRequest) and bool(body.echo)
     wanted = {"prompt_logprobs": body.prompt_logprobs, "logprobs": alternatives if scores else None}
     asked = {name: count for name, count in wanted.items() if count is not None}
     for name, count in asked.items():
-        check_entries(name, "prompt tokens", sum(map(len, prompts)), count)
+        check_logprob_count(name, "prompt tokens", sum(map(len, prompts)), count)
     if conversation is not None and isinstance(body, ChatRequest):
         common["structured_outputs"] = conversation.form(body, engine)
         common |= conversation.sampling(common.get("logit_bias"))
     else:
-        common["structured_outputs"] = form_of(body, engine)
+        common["structured_outputs"] = read_form(body, engine)
     if common["structured_outputs"] is not None and body.ignore_eos:
-        raise invalid("ignore_eos", "ignore_eos: an answer of a given form ends where the form ends.")
+        raise invalid_error("ignore_eos", "ignore_eos: an answer of a given form ends where the form ends.")
     if alternatives is not None:
         common["logprobs"] = alternatives
         num_choices = n * len(prompts)
-        check_entries("logprobs", f"tokens of {num_choices} answers", num_choices * (limit[1] or 0), alternatives)
+        check_logprob_count("logprobs", f"tokens of {num_choices} answers", num_choices * (limit[1] or 0), alternatives)
         # Where nothing is asked for, an answer ends where its log-probabilities would be too many.
-        default_tokens = min(default_tokens, most_tokens(num_choices, alternatives))
+        default_tokens = min(default_tokens, max_logprob_tokens(num_choices, alternatives))
     specs = []
     for ids in prompts:
         check_prompt(engine, config, source, ids)
-        common["max_tokens"] = max_tokens_of(engine, config, len(ids), limit, default_tokens)
+        common["max_tokens"] = resolve_max_tokens(engine, config, len(ids), limit, default_tokens)
         for i in range(n):
             seed = None if body.seed is None else body.seed + i
             scored = max(asked.values(), default=None) if i == 0 else None  # the choices of a prompt share it
@@ -179,24 +181,24 @@ def _plan(
 
 
 def _check_common(body: Choices, engine: SpecEngine, config: ServerConfig) -> None:
-    adapter_of(body.model, engine, config.model_name)
+    resolve_adapter(body.model, engine, config.model_name)
     if body.n is not None and body.n > config.max_n:
-        raise over_limit("n", f"n = {shown(body.n)}", config.max_n)
+        raise over_limit_error("n", f"n = {shown(body.n)}", config.max_n)
     if body.priority and config.scheduling_policy != "priority":
-        raise unsupported("priority", "priority other than 0 needs a server with --scheduling-policy priority.")
+        raise unsupported_error("priority", "priority other than 0 needs a server with --scheduling-policy priority.")
     if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "stream_options needs stream: true.")
+        raise invalid_error("stream_options", "stream_options needs stream: true.")
     if body.prompt_logprobs is not None and body.stream:
-        raise unsupported("prompt_logprobs", "prompt_logprobs cannot be streamed: leave stream out.")
+        raise unsupported_error("prompt_logprobs", "prompt_logprobs cannot be streamed: leave stream out.")
     vocab = engine.target.vocab_size
     named = {"logit_bias": map(int, body.logit_bias or {}), "stop_token_ids": body.stop_token_ids or ()}
     for param, tokens in named.items():
         for token in tokens:
             if token >= vocab:
-                raise invalid(param, f"{param} names token {token}; ids go from 0 to {vocab - 1}.")
+                raise invalid_error(param, f"{param} names token {token}; ids go from 0 to {vocab - 1}.")
 
 
-def _sampling(body: Sampling) -> dict[str, Any]:
+def _read_sampling(body: Sampling) -> dict[str, Any]:
     """Arguments of ``SamplingParams``; what is null or left out has its default."""
     common = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
     common["temperature"] = 1.0 if body.temperature is None else body.temperature
@@ -206,18 +208,18 @@ def _sampling(body: Sampling) -> dict[str, Any]:
     return common
 
 
-def _alternatives(body: CompletionRequest | ChatRequest) -> int | None:
+def _num_alternatives(body: CompletionRequest | ChatRequest) -> int | None:
     if isinstance(body, ChatRequest):
         return (body.top_logprobs or 0) if body.logprobs else None
     return body.logprobs
 
 
-def _reference(body: CompletionRequest | ChatRequest, engine: SpecEngine) -> list[int] | None:
+def _encode_reference(body: CompletionRequest | ChatRequest, engine: SpecEngine) -> list[int] | None:
     """Token ids that lookup may copy from, besides the prompt; None if none were given."""
     source, text = "speculative.reference", None if body.speculative is None else body.speculative.reference
     if isinstance(body, ChatRequest) and body.prediction is not None:
         if text is not None:
-            raise invalid("prediction", "prediction and speculative.reference are both given: give one.")
+            raise invalid_error("prediction", "prediction and speculative.reference are both given: give one.")
         source, text = "prediction", join_text(body.prediction.content)
     if text is None:
         return None
@@ -226,7 +228,7 @@ def _reference(body: CompletionRequest | ChatRequest, engine: SpecEngine) -> lis
     return ids
 
 
-def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None, owner: str) -> RequestOptions:
+def _read_drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None, owner: str) -> RequestOptions:
     """How to draft, for whom, and when; a reference implies that it is copied from."""
     drafting: RequestOptions = {"owner": owner, "priority": body.priority or 0}
     if reference is not None:

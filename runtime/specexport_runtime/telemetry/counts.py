@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from specexport_runtime.requests.stats import UNNAMED, DraftCounts, counts_of, sum_counts
+from specexport_runtime.requests.stats import UNNAMED, DraftCounts, get_or_add_counts, sum_counts
 
 if TYPE_CHECKING:
     from specexport_runtime.requests.request import FinishReason, Request
@@ -130,7 +130,7 @@ class EngineCounts:
                 for drafter, *counts in event.proposal.shares(event.accepted, event.on_chain):
                     name = drafter or UNNAMED
                     tested[name] = tested.get(name, 0) + counts[0]
-                    counts_of(self.drafters, name).add(*counts)
+                    get_or_add_counts(self.drafters, name).add(*counts)
             stats = request.stats
             if stats.rounds == 1:
                 self.histograms["first_token"].observe((stats.first_token_time or now) - stats.submit_time)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from specexport_runtime.requests.records import FORCED
-from specexport_runtime.requests.stats import UNNAMED, DraftCounts, counts_of
+from specexport_runtime.requests.stats import UNNAMED, DraftCounts, get_or_add_counts
 
 if TYPE_CHECKING:
     from specexport_runtime.requests.request import Request
@@ -27,7 +27,7 @@ class NeverAccepted:
             own = next((share for share in shares if share.drafter != FORCED), None)
             if own is None or not event.tokens or drafter in self._settled:
                 continue
-            counts = counts_of(self._counts, drafter)
+            counts = get_or_add_counts(self._counts, drafter)
             counts.add(own.drafted, own.accepted)
             if counts.accepted:
                 self._settled.add(drafter)

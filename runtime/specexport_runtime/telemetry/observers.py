@@ -73,12 +73,12 @@ class Observers:
         with self._lock:
             self._each = (*self._each, observer)
 
-    def round_done(self, record: RoundRecord) -> None:
+    def notify_round(self, record: RoundRecord) -> None:
         """Tell all of a step."""
         for observer in self._each:
             self._notify(observer, "on_round", record)
 
-    def request_done(self, request: "Request") -> None:
+    def notify_finish(self, request: "Request") -> None:
         """Tell all of the end of a request."""
         for observer in self._each:
             self._notify(observer, "on_finish", request)

@@ -111,7 +111,7 @@ def expected(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def seen_in_tree(bits: int, offset: int, past: int, window: int) -> list[int]:
-    """Entries a token sees: the path from its root, behind the committed entries; the window counts along that."""
+    """Entries a token sees: the path from its root, after the committed entries; the window counts along that."""
     own = [node for node in range(offset + 1) if bits == 0 or (node < 64 and bits >> node & 1)]
     path = [*range(past), *(past + node for node in own)]
     return path[-window:] if window > 0 else path

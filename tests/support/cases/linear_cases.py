@@ -11,8 +11,8 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from specexport.passes.block_format import BOOKS, FLOATS, NAMED, PANEL, layout, pack, pack_float, unpack
-from specexport.passes.block_weight import BlockForm, Blocks, BlockWeight, ScaleLayout, Stored
+from specexport.passes.block_format import BOOKS, FLOATS, NAMED, PANEL, pack, pack_float, parse_layout, unpack
+from specexport.passes.block_weight import BlockForm, Blocks, BlockWeight, ScaleLayout, StoredScales
 from tests.support.references import block_arithmetic
 from tests.support.references.block_arithmetic import reference
 
@@ -46,7 +46,7 @@ def random_weight(name: str, n: int, k: int, generator: np.random.Generator, lev
 
     With ``level`` all levels are it, and codes the largest or, in every other row, 0.
     """
-    form = layout(name)
+    form = parse_layout(name)
     groups, supers = -(-k // form.group), -(-k // 256)
     middle = 128 if form.bits > 4 or form.lookup else 8
     codes = generator.integers(0, 1 << form.bits, (n, k), dtype=np.uint8)
@@ -60,26 +60,26 @@ def random_weight(name: str, n: int, k: int, generator: np.random.Generator, lev
     levels = generator.integers(-32, 64, (n, groups)).astype(np.int8) if form.scale == "level" else None
     if level is not None:
         levels = np.full((n, groups), level, np.int8)
-    stored: Stored | None = None
+    stored: StoredScales | None = None
     offsets: np.ndarray | None = None
     if form.scale == "power":
         scales = np.ldexp(np.float32(1), generator.integers(115, 124, (n, groups)) - 128).astype(np.float32)
         scales[0], scales[-1] = np.ldexp(np.float32(1), -128), np.ldexp(np.float32(1), -127)  # subnormal
-        stored = Stored(scales)
+        stored = StoredScales(scales)
     if levels is not None:
         scales = np.repeat(bases, share, 1)[:, :groups].astype(np.float32) * levels
-        stored = Stored(bases, levels)
+        stored = StoredScales(bases, levels)
     if form.shift == "minima":
         least = generator.uniform(-0.02, 0.001, (n, supers)).astype(np.float16)
         minima = generator.integers(0 if level is None else 63, 64, (n, groups)).astype(np.int8)
-        stored = Stored(bases, levels, least, minima)
+        stored = StoredScales(bases, levels, least, minima)
         offsets = np.repeat(least, share, 1)[:, :groups].astype(np.float32) * minima
     elif form.shift == "zero":
         zeros = generator.integers(0, 1 << form.bits, (n, groups))
         offsets = scales.astype(np.float32) * (middle - zeros).astype(np.float32)
     elif form.shift == "offset":
         least = generator.uniform(-0.05, 0.05, (n, groups)).astype(scales.dtype)
-        offsets, stored = least.astype(np.float32), Stored(scales, least=least)  # type: ignore[arg-type]
+        offsets, stored = least.astype(np.float32), StoredScales(scales, least=least)  # type: ignore[arg-type]
     blocks = Blocks(codes + np.uint8(form.bias), scales.astype(np.float32), offsets, stored)
     spread = None if stored is None else ScaleLayout(256, levels is not None, form.shift == "minima")
     if spread is not None and form.scale == "power":
@@ -91,7 +91,7 @@ def random_weight(name: str, n: int, k: int, generator: np.random.Generator, lev
             blocks.codes[rows],
             blocks.scales[rows],
             None if blocks.offsets is None else blocks.offsets[rows],
-            Stored(*parts) if parts else None,
+            StoredScales(*parts) if parts else None,
         )
 
     return BlockWeight(name, BlockForm(4 if middle == 8 else 8, form.group, bool(form.shift)), (n, k), 0, read, spread)

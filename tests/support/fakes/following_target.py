@@ -28,7 +28,7 @@ def behind(token: int, steps: int) -> int:
 
 
 def rows_behind(seen: torch.Tensor, steps: int) -> torch.Tensor:
-    """An LM head [V, H] that knows the token so far behind the one that it sees, [V, H] by token."""
+    """An LM head [V, H] that knows the token so far after the one that it sees, [V, H] by token."""
     rows = torch.zeros(VOCAB, HIDDEN)
     for token in range(3, 259):
         rows[behind(token, steps)] = seen[token]

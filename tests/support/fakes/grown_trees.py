@@ -20,7 +20,7 @@ def grown(proposal: Proposal, text: Sequence[int], target: FakeExecutor, *, righ
     for _ in range(most):
         parent = chance.randrange(-1, len(nodes))
         if parent == len(proposal.tokens) - 1:
-            continue  # the chain may go on behind it, and siblings stand behind its token
+            continue  # the chain may go on after it, and siblings stand after its token
         path, place = list[int](), parent
         while place >= 0:
             path, place = [nodes[place], *path], parents[place]

@@ -10,7 +10,7 @@ from specexport.atomic import new_folder
 from specexport.compile import pipeline
 from specexport.recipe import BuildRecipe
 from specexport.run import build
-from specexport.run.bundles import BundleSpec, given_place
+from specexport.run.bundles import BundleSpec, resolve_checkpoint_path
 
 
 class CopiedBuild:
@@ -42,4 +42,4 @@ class CopiedBuild:
 def build_as_told(source: str, work: str, target: str) -> None:
     """In a process of its own: build what is kept of a target by a :class:`CopiedBuild`."""
     pipeline.build_bundle = CopiedBuild(Path(source), Path(work))  # type: ignore[assignment]
-    build.build_kept(BundleSpec(given_place(target)))
+    build.build_into_cache(BundleSpec(resolve_checkpoint_path(target)))

@@ -1,4 +1,4 @@
-"""Engines that check themselves: what must hold between rounds is asked behind each one."""
+"""Engines that check themselves: what must hold between rounds is asked after each one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

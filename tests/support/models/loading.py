@@ -8,7 +8,7 @@ import torch
 from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.source import resolve_source
 from specexport.heads.config import TargetFacts
-from specexport.heads.kinds import kind_of, open_head, read_config
+from specexport.heads.kinds import find_kind, open_head, read_config
 from specexport.heads.loaded import TargetTables
 from specexport.heads.mtp_files import open_mtp
 from tests.support.models.tiny_heads import HIDDEN, LAYERS, VOCAB
@@ -21,7 +21,7 @@ def config_of(folder: Path, **changes: Any) -> Any:
 
 
 def load_head(files: Any, config: Any, tables: TargetTables) -> Any:
-    return kind_of(config).load(files, config, tables, torch.float32)
+    return find_kind(config).load(files, config, tables, torch.float32)
 
 
 def load_module(folder: Path, num_layers: int) -> tuple[Any, Any]:

@@ -105,7 +105,7 @@ def outputs_of(target: Any, tokens: Sequence[int]) -> Any:
 
 
 def draft(target: Any, assistant: Any, tokens: Sequence[int], count: int) -> list[int]:
-    """The draft that transformers makes behind ``tokens``, all but the last of which the target has read."""
+    """The draft that transformers makes after ``tokens``, all but the last of which the target has read."""
     from transformers import GenerationConfig
     from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 

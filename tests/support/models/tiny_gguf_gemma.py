@@ -34,7 +34,7 @@ def gemma_file(path: Path, model: Any, changed: Mapping[str, Any] = {}, **how: A
 
 
 def settings_of(config: Any, full_size: int) -> dict[str, Any]:
-    """Settings of a file by their keys behind the architecture."""
+    """Settings of a file by their keys after the architecture."""
     windows, ropes = [kind == "sliding_attention" for kind in config.layer_types], config.rope_parameters
     each = _per_kind(config)
     counts = [each[kind].num_key_value_heads for kind in config.layer_types]

@@ -115,7 +115,7 @@ def file_of(path: Path, architecture: str, module: Module | Modules, only: str =
 
 
 def settings_of(architecture: str, module: Module | Modules, num_layers: int) -> dict[str, Any]:
-    """Settings of such a file by their keys behind the architecture."""
+    """Settings of such a file by their keys after the architecture."""
     num_modules = 1 if isinstance(module, Module) else len(module.tensors)
     config, rope = module.target.config, module.target.config.rope_parameters
     found = {

@@ -60,7 +60,7 @@ def hydra(folder: Path, target: Any) -> HydraSpec:
 
 
 def hydra_plus(folder: Path, target: Any) -> HydraSpec:
-    """Hydra++: behind a decoder layer; four blocks, of which three are one; trained with dropout."""
+    """Hydra++: after a decoder layer; four blocks, of which three are one; trained with dropout."""
     table = target.get_input_embeddings().weight.detach().clone()
     own = hydra_tensors(4, 4, table, seed=13)
     layer = {name: value for name, value in tensors("eagle", seed=14).items() if name.startswith("layers.0.")}

@@ -170,7 +170,7 @@ def forward(module: Module, tokens: Tensor, features: Tensor) -> tuple[Tensor, T
 
 
 def draft(module: Module, tokens: list[int], count: int, limit: int) -> list[int]:
-    """Greedy drafts behind ``tokens``, everything computed anew; an id from ``limit`` on is drafted as 0."""
+    """Greedy drafts after ``tokens``, everything computed anew; an id from ``limit`` on is drafted as 0."""
     with torch.no_grad():
         features = module.target.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
         fed, found = list(tokens[1:]), []

@@ -95,7 +95,7 @@ def forward(modules: Modules, number: int, tokens: Sequence[int], states: Tensor
 
 
 def draft(modules: Modules, tokens: Sequence[int], count: int, limit: int, *, from_target: bool = False) -> list[int]:
-    """Greedy drafts behind ``tokens``, everything computed anew; an id from ``limit`` on is drafted as 0."""
+    """Greedy drafts after ``tokens``, everything computed anew; an id from ``limit`` on is drafted as 0."""
     with torch.no_grad():
         known, first = list(tokens), last_states(modules.target, tokens[:-1])
         places, states = len(first), first

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from specexport.compile.draft_cuts import read_counting_texts
-from specexport.compile.token_map import Shared, Side, find_shared
+from specexport.compile.token_map import SharedTokens, VocabularySide, find_shared
 from tests.support.models.tiny_models import calm, make_llama
 
 SPACE = "▁"
@@ -61,15 +61,19 @@ def draft_tokenizer() -> Any:
     return tokenizer
 
 
-def sides() -> tuple[Side, Side]:
+def sides() -> tuple[VocabularySide, VocabularySide]:
     target, draft = target_tokenizer(), draft_tokenizer()
     return (
-        Side("target", target.to_str().encode(), target.get_vocab_size(), (2, 1), TEMPLATE.replace("TURN", "<|turn|>")),
-        Side("draft", draft.to_str().encode(), draft.get_vocab_size(), (2, 3), TEMPLATE.replace("TURN", "<end>")),
+        VocabularySide(
+            "target", target.to_str().encode(), target.get_vocab_size(), (2, 1), TEMPLATE.replace("TURN", "<|turn|>")
+        ),
+        VocabularySide(
+            "draft", draft.to_str().encode(), draft.get_vocab_size(), (2, 3), TEMPLATE.replace("TURN", "<end>")
+        ),
     )
 
 
-def save_pair(folder: Path) -> Shared:
+def save_pair(folder: Path) -> SharedTokens:
     """Write both checkpoints, ``target`` and ``draft``; returns what they share."""
     import torch
     from transformers import PreTrainedTokenizerFast

@@ -16,7 +16,7 @@ def quantize_activations(x: np.ndarray, format: str = "") -> tuple[np.ndarray, n
     for a block; in others a block has a scale of its own. What holds a NaN or an infinity has the unit or scale NaN.
     """
     units, factors, codes = (
-        quantize_levels(x) if format and blocks.layout(format).scale == "level" else quantize_blocks(x)
+        quantize_levels(x) if format and blocks.parse_layout(format).scale == "level" else quantize_blocks(x)
     )
     return codes, units.astype(np.float64) * factors
 
@@ -45,7 +45,7 @@ def quantize_blocks(x: np.ndarray) -> tuple[npt.NDArray[np.float32], np.ndarray,
 def _largest(x: np.ndarray, group: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Blocks [T, groups, blocks of a group, 32], filled up with zeros, and their largest magnitudes."""
     tokens, k = x.shape
-    filled = np.zeros((tokens, blocks._up(k, group)), np.float32)
+    filled = np.zeros((tokens, blocks._round_up(k, group)), np.float32)
     filled[:, :k] = x
     parts = filled.reshape(tokens, -1, group // blocks.BLOCK, blocks.BLOCK)
     return parts, np.abs(parts).max(axis=3)
@@ -67,7 +67,7 @@ def reference(format: str, packed: np.ndarray, n: int, k: int, x: np.ndarray) ->
     if format in blocks.FLOATS:
         return x.astype(np.float64) @ blocks.unpack(format, packed, n, k).astype(np.float64).T
     codes, scales, offsets = blocks.stored(format, packed, n, k)
-    group = blocks.layout(format).group
+    group = blocks.parse_layout(format).group
     values = codes * np.repeat(scales.astype(np.float64), group, axis=1)[:, :k]
     if offsets is not None:
         values += np.repeat(offsets.astype(np.float64), group, axis=1)[:, :k]
@@ -90,7 +90,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> npt.NDArray[np.float32]:
 
 def product(name: str, packed: np.ndarray, n: int, k: int, x: np.ndarray) -> npt.NDArray[np.float32]:
     """[T, n] without a bias, of a format of codes and finite activations [T, k]."""
-    form, parts = blocks.layout(name), fields(name, packed, n, k)
+    form, parts = blocks.parse_layout(name), fields(name, packed, n, k)
     units, factors, codes = (quantize_levels if form.scale == "level" else quantize_blocks)(x)
     width = -(-k // blocks.BLOCK) * blocks.BLOCK
     weights = np.zeros((n, codes.shape[1]), np.int64)
@@ -130,7 +130,7 @@ def product(name: str, packed: np.ndarray, n: int, k: int, x: np.ndarray) -> npt
 
 def fields(name: str, packed: np.ndarray, n: int, k: int) -> dict[str, np.ndarray]:
     """What a packed weight stores: codes less their zeros [n, k], and the arrays of its panels as numbers."""
-    form = blocks.layout(name)
+    form = blocks.parse_layout(name)
     codes, scales, offsets = blocks.stored(name, packed, n, k)
     found = {"codes": codes, "scales": scales} | ({} if offsets is None else {"offsets": offsets})
     if form.shift == "zero":  # codes as they are, and -scale * zero
@@ -148,7 +148,7 @@ def fields(name: str, packed: np.ndarray, n: int, k: int) -> dict[str, np.ndarra
 
 def _array(form: blocks.Layout, packed: np.ndarray, n: int, k: int, name: str) -> np.ndarray:
     pieces = []
-    for _, _, _, arrays in blocks._places(form, k):
+    for _, _, _, arrays in blocks._locate_panels(form, k):
         dtype, first, last, byte = arrays[name]
         part = np.ascontiguousarray(packed[:, byte : byte + dtype.itemsize * (last - first) * blocks.TILE])
         pieces.append(

@@ -11,7 +11,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from specexport.ops.reference import unpadded_attention
-from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size, spread
+from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size, spread_tokens
 from tests.support.fakes.fake_onnxruntime import FakeBinding, view
 
 ROWS_BLOCKS = 2
@@ -84,7 +84,7 @@ def _prepared(x: Any, norm: Any, cos: Any, sin: Any, at: np.ndarray, attributes:
     assert 2 * width <= size
     assert cos.shape == sin.shape
     assert cos.dtype == sin.dtype == x.dtype
-    assert len(at) == 0 or at.max() < len(cos), "the kernel reads what lies behind its tables"
+    assert len(at) == 0 or at.max() < len(cos), "the kernel reads what lies after its tables"
     turned, (cos, sin) = x.copy(), (table[at][:, None] for table in (cos, sin))
     pairs = (slice(0, width), slice(width, 2 * width))
     if attributes["rotary_interleaved"]:
@@ -163,7 +163,7 @@ class PagedEngine:
     ) -> dict[str, np.ndarray]:
         rows = np.arange(len(step["kv_lens"]))
         if row_for_each:
-            rows, kv_lens, cu_new_tokens = spread(SimpleNamespace(**step))  # type: ignore[arg-type]
+            rows, kv_lens, cu_new_tokens = spread_tokens(SimpleNamespace(**step))  # type: ignore[arg-type]
             step = step | {"kv_lens": kv_lens, "cu_new_tokens": cu_new_tokens}
         counts = np.diff(step["cu_new_tokens"])
         longest = int((step["kv_lens"][:, 0] + counts).max())

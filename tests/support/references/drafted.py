@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specexport.verify.goodness_of_fit import judge
-from specexport.verify.logit_tree import LogitTree, Partition, conditional
+from specexport.verify.goodness_of_fit import assess_outcomes
+from specexport.verify.logit_tree import LogitTree, Partition, make_conditional
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.sampling.sampler import Sampler
@@ -60,19 +60,19 @@ def check_text(
 
 
 class Odds:
-    """Whether sampled texts behind a prompt follow the target: chi-square over their first tokens together."""
+    """Whether sampled texts after a prompt follow the target: chi-square over their first tokens together."""
 
     def __init__(self, engine: SpecEngine, prompt: list[int], params: SamplingParams) -> None:
         tree = LogitTree(engine.target, prompt)
         self._prompt, self._params = prompt, params
-        self._partition = Partition(conditional(tree, Sampler(params, prompt, tree.vocab_size)), DEPTH, RUNS)
+        self._partition = Partition(make_conditional(tree, Sampler(params, prompt, tree.vocab_size)), DEPTH, RUNS)
 
     def fit(self, engine: SpecEngine, params: SamplingParams | None = None, **way: Any) -> bool:
         """``params`` are for texts that are not to fit."""
         each = [replace(params or self._params, seed=i, max_tokens=DEPTH + 1, ignore_eos=True) for i in range(RUNS)]
         results = engine.generate([self._prompt] * RUNS, each, **way)
         outcomes = [tuple(result.token_ids[:DEPTH]) for result in results]
-        return judge("engine", str(way), 0, self._partition, outcomes, DEPTH, 1e-4).passed
+        return assess_outcomes("engine", str(way), 0, self._partition, outcomes, DEPTH, 1e-4).passed
 
 
 def accepted(bundle: Path, prompts: Sequence[Any], drafter: str = "head") -> float:

@@ -130,7 +130,7 @@ NO_DISTRIBUTION = Models.VOCAB
 
 
 def with_dead_ends(target):
-    """The target without a distribution behind token 1; and a distribution that says so."""
+    """The target without a distribution after token 1; and a distribution that says so."""
 
     def distribution(text):
         if text[-1:] == (1,):

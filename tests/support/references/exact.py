@@ -23,7 +23,7 @@ COPIED = (TARGET + NOISE).argmax(axis=1).tolist()  # the one-hot draft's guess a
 
 
 class Toy:
-    """A table-driven target and draft behind the real Sampler; distributions are remembered by history."""
+    """A table-driven target and draft after the real Sampler; distributions are remembered by history."""
 
     def __init__(self, params, draft):
         self.params = params
@@ -51,7 +51,7 @@ class Toy:
 
 
 def joint(distribution, length, vocab=VOCAB):
-    """Probability of every text of ``length`` tokens; ``distribution`` gives the distribution behind a text."""
+    """Probability of every text of ``length`` tokens; ``distribution`` gives the distribution after a text."""
     distribution, texts = cache(distribution), {(): 1.0}
     for _ in range(length):
         texts = {

@@ -19,7 +19,7 @@ def lower_ort_cuda(model: Any) -> None:
 
 
 def fuse_for_paging(model: Any, rows: int, limit: int | None) -> int:
-    return fuse_rotary(model, rows, limit, ort_cuda.takes_turns)
+    return fuse_rotary(model, rows, limit, ort_cuda.can_fuse_rotation)
 
 
 def lower_tensorrt(model: Any, **options: Any) -> tuple[str, ...]:

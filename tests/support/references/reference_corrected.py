@@ -44,7 +44,7 @@ def convolved(spec: CorrectedSpec, name: str, side: int, given: Tensor, rows: Te
 
 
 def states_of(spec: CorrectedSpec, context: Tensor, block: Sequence[int]) -> Tensor:
-    """The hidden states behind the last norm [R, H] of a block behind a context [n, E]."""
+    """The hidden states after the last norm [R, H] of a block after a context [n, E]."""
     base, t = spec.block, spec.block.tensors
     h = t["embed_tokens.weight"][torch.tensor(list(block))] * spec.scale
     for layer in range(base.layers):
@@ -130,7 +130,7 @@ def target_context(spec: CorrectedSpec, target: Any, tokens: Sequence[int]) -> T
 
 
 def draft(spec: CorrectedSpec, target: Any, tokens: Sequence[int], count: int, limit: int) -> list[int]:
-    """Greedy drafts behind ``tokens`` of ids below ``limit``: everything is computed anew."""
+    """Greedy drafts after ``tokens`` of ids below ``limit``: everything is computed anew."""
     with torch.no_grad():
         walk = Walk(spec, target_context(spec, target, tokens), tokens[-1], count, limit)
         found = [tokens[-1]]

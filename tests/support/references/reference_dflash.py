@@ -47,7 +47,7 @@ def attention(spec: BlockSpec, layer: int, context: Tensor, x: Tensor) -> Tensor
 
 
 def forward(spec: BlockSpec, context: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Logits [R, N] and the hidden states in front of the last norm [R, H] of a block behind a context [n, E]."""
+    """Logits [R, N] and the hidden states in front of the last norm [R, H] of a block after a context [n, E]."""
     t = spec.tensors
     h = t["embed_tokens.weight"][torch.tensor(list(block))]
     for layer in range(spec.layers):
@@ -57,7 +57,7 @@ def forward(spec: BlockSpec, context: Tensor, block: Sequence[int]) -> tuple[Ten
 
 
 def draft(spec: BlockSpec, target: Any, tokens: Sequence[int], count: int, limit: int) -> list[int]:
-    """Greedy drafts behind ``tokens``, all but the last of them read; ids from ``limit`` on are drafted as 0."""
+    """Greedy drafts after ``tokens``, all but the last of them read; ids from ``limit`` on are drafted as 0."""
     with torch.no_grad():
         hidden = target(torch.tensor([list(tokens[:-1])]), output_hidden_states=True).hidden_states
         context = context_of(spec, [hidden[tap][0] for tap in spec.taps])

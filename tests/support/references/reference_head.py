@@ -1,7 +1,7 @@
 """Draft heads by their published equations, in plain torch: nothing of the compiler, nothing of transformers' layers.
 
 EAGLE-3 (Li et al. 2025): ``g = fc(norms(states))``; the first attention reads ``[norm(emb(t_{i+1})), norm(g_i)]``.
-EAGLE (Li et al. 2024): ``fc([emb(t_{i+1}), f_i])`` goes into a layer without a norm in front, with no norm behind.
+EAGLE (Li et al. 2024): ``fc([emb(t_{i+1}), f_i])`` goes into a layer without a norm in front, with no norm after.
 Medusa (Cai et al. 2024): head i guesses token t+i+2 from ``h_t`` alone, ``W2 (SiLU(W1 h + b) + h)``.
 """
 
@@ -129,7 +129,7 @@ def named(spec: Any, rows: list[int], limit: int, stand_in: int = 0) -> list[int
 
 
 def draft(spec: Spec, target: Any, tokens: Sequence[int], count: int, limit: int) -> list[int]:
-    """Greedy drafts behind ``tokens``, all but the last read; from ``limit`` on the head's first id is drafted."""
+    """Greedy drafts after ``tokens``, all but the last read; from ``limit`` on the head's first id is drafted."""
     stand_in = 0 if spec.ids is None else spec.ids[0]
     with torch.no_grad():
         output = target(torch.tensor([list(tokens[:-1])]), output_hidden_states=True)

@@ -52,7 +52,7 @@ def guess(spec: HydraSpec, state: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 def draft(spec: HydraSpec, target: Any, tokens: Sequence[int], count: int, limit: int) -> list[int]:
-    """Greedy drafts behind ``tokens``, of which the target has read all but the last: everything is computed anew."""
+    """Greedy drafts after ``tokens``, of which the target has read all but the last: everything is computed anew."""
     with torch.no_grad():
         output = target(torch.tensor([list(tokens[:-1])]), output_hidden_states=True)
         features = output.hidden_states[spec.taps[0]][0]

@@ -72,7 +72,7 @@ def dense(distribution: Any) -> np.ndarray:
 def distributions() -> None:
     """Draws, probabilities and errors of single rows, for all cuts."""
     from specexport_runtime.errors import SpecexportError
-    from specexport_runtime.sampling.device import on_host
+    from specexport_runtime.sampling.device import to_host
     from specexport_runtime.sampling.params import SamplingParams
     from specexport_runtime.sampling.sampler import Sampler
 
@@ -88,15 +88,15 @@ def distributions() -> None:
                 expected = sampler.distribution(rows[i])
             except SpecexportError as error:
                 try:
-                    sampler.row_distribution(row)
+                    sampler.make_row_distribution(row)
                 except SpecexportError as found:
                     assert (type(found), found.message) == (type(error), error.message)  # noqa: PT017
                     continue
                 raise AssertionError(f"{given}, row {i}: no error") from error
-            distribution, masses = sampler.row_distribution(row), dense(expected)
+            distribution, masses = sampler.make_row_distribution(row), dense(expected)
             where = f"{given}, row {i}"
             if "top_p" in given or "top_k" in given or "min_p" in given:
-                np.testing.assert_allclose(dense(on_host(distribution)), masses, rtol=1e-12, err_msg=where)
+                np.testing.assert_allclose(dense(to_host(distribution)), masses, rtol=1e-12, err_msg=where)
             drawn = distribution.draw(uniforms[i])
             assert is_at(masses, drawn, uniforms[i]), f"{where}: {drawn} for {uniforms[i]}"
             for token in (tokens[i], drawn):
@@ -122,15 +122,15 @@ def residuals() -> None:
         draft.step(rows, [sampler.ask(0.5, WIDTH)] * len(rows))
         asked = target.step(rows, [sampler.ask(u, WIDTH) for u in uniforms])
         for i in range(len(rows)):
-            q, p = sampler.row_distribution(asked[i]), sampler.row_distribution(kept[i])
+            q, p = sampler.make_row_distribution(asked[i]), sampler.make_row_distribution(kept[i])
             expected = residual(sampler.distribution(rows[i]), sampler.distribution(others[i][: USED - 6]), weight)
             found = residual(q, p, weight)
             np.testing.assert_allclose(found.sum(), expected.sum(), rtol=1e-9, atol=1e-15)
             if expected.sum() > 1e-9:
                 assert is_at(expected, normalised(q, found).draw(uniforms[i]), uniforms[i]), (temperature, i)
         # One of them is on the host.
-        mixed = residual(sampler.row_distribution(asked[2]), sampler.distribution(others[2][: USED - 6]), weight)
-        same = residual(sampler.distribution(rows[2]), sampler.row_distribution(kept[2]), weight)
+        mixed = residual(sampler.make_row_distribution(asked[2]), sampler.distribution(others[2][: USED - 6]), weight)
+        same = residual(sampler.distribution(rows[2]), sampler.make_row_distribution(kept[2]), weight)
         np.testing.assert_allclose(mixed, same, rtol=1e-12)
 
 

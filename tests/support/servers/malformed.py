@@ -255,7 +255,7 @@ def pipelined(draw: random.Random) -> RawRequest:
 
 
 def hung_up(draw: random.Random) -> RawRequest:
-    """A client that goes away: in the middle of its request, or right behind it, streaming or not."""
+    """A client that goes away: in the middle of its request, or right after it, streaming or not."""
     path = _endpoint(draw)
     length = {"max_output_tokens" if path == RESPONSES else "max_tokens": 200}
     body = json.dumps(valid_body(draw, path) | {"stream": draw.random() < 0.5} | length).encode()

@@ -14,7 +14,7 @@ from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.listener import http_server, loop_factory
+from specexport_runtime.server.listener import loop_factory, make_http_server
 from tests.support.cases.patience import HANG_S, wait_until
 from tests.support.fakes.engine import make_tokenizer
 from tests.support.fakes.engine_of import engine_of
@@ -105,7 +105,7 @@ class Served:
             self.loop = asyncio.get_running_loop()
             self.engine = AsyncSpecEngine(self._make_engine(), max_waiting=self.config.max_waiting)
             self.app = create_app(self.engine, self.config)
-            self._server, self._told = http_server(self.app, self.config), asyncio.Event()
+            self._server, self._told = make_http_server(self.app, self.config), asyncio.Event()
             self._server.main_loop = self._until_told  # type: ignore[method-assign]
             task = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
             while not self._server.started and not task.done():

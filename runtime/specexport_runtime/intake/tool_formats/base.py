@@ -65,8 +65,8 @@ class Feed:
                 return
             yield
 
-    def takes(self, wanted: str) -> Generator[None, None, bool]:
-        """Go behind ``wanted``, if it is what comes next."""
+    def consume(self, wanted: str) -> Generator[None, None, bool]:
+        """Go after ``wanted``, if it is what comes next."""
         while not self.text.startswith(wanted, self.at):
             if self.ended or not wanted.startswith(self.text[self.at :]):
                 return False
@@ -98,7 +98,7 @@ class ToolFormat(ABC):
     """How a family of models writes calls."""
 
     name: ClassVar[str]  # vLLM's where it has one
-    openers: ClassVar[tuple[str, ...]] = ()  # texts behind which calls stand, anywhere in an answer
+    openers: ClassVar[tuple[str, ...]] = ()  # texts after which calls stand, anywhere in an answer
     markers: ClassVar[tuple[str, ...]] = ()  # all texts that must be seen to read calls; they may be special tokens
     starts: ClassVar[str] = ""  # characters that begin an answer of calls without an opener; empty for none
     arguments_key: ClassVar[str] = "arguments"  # in a call that is one JSON object
@@ -112,7 +112,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def read(self, feed: Feed, names: frozenset[str]) -> Reading:
-        """The calls behind an opener, or at the start of an answer; what stands between them is left out."""
+        """The calls after an opener, or at the start of an answer; what stands between them is left out."""
 
     @abstractmethod
     def rules(self, names: Sequence[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:

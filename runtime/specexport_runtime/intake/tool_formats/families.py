@@ -38,7 +38,7 @@ class Hermes(ToolFormat):
         if not (yield from read_object(feed, names)):
             return False
         yield from feed.skip_space()
-        yield from feed.takes(_END_OF_CALL)
+        yield from feed.consume(_END_OF_CALL)
         return True
 
     def rules(self, names: Sequence[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:
@@ -54,7 +54,7 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3Json(ToolFormat):
-    """Llama 3.1 and 3.2: one call, first or behind ``<|python_tag|>``; several with ``;`` are read as well."""
+    """Llama 3.1 and 3.2: one call, first or after ``<|python_tag|>``; several with ``;`` are read as well."""
 
     name = "llama3_json"
     openers = markers = (_TAG,)
@@ -139,7 +139,7 @@ _TASK = (
 
 
 class GenericJson(ToolFormat):
-    """For models whose templates know no functions: a system message tells of them, see :func:`in_words`."""
+    """For models whose templates know no functions: a system message tells of them, see :func:`write_tools_as_text`."""
 
     name = "json"
     starts = "{["
@@ -161,7 +161,9 @@ class GenericJson(ToolFormat):
         return calls + self.object_rule(names, style)
 
 
-def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def write_tools_as_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """A conversation for a template that knows no functions: they, their calls and what they return are plain text."""
     names: dict[Any, str] = {}
     told: list[dict[str, Any]] = []
@@ -205,7 +207,7 @@ def find_format(template: str, call: str, function: str) -> ToolFormat | None:
     return next((found for each in FORMATS.values() if (found := each.of(template, call, function))), None)
 
 
-def named_format(name: str, template: str, call: str, function: str) -> ToolFormat:
+def get_format(name: str, template: str, call: str, function: str) -> ToolFormat:
     """The format of a name, as the template writes it; ``InvalidRequestError`` for an unknown name."""
     if name not in FORMATS:
         raise InvalidRequestError(f"there is no tool call parser {name!r}.", f"give one of {', '.join(PARSERS)}.")

@@ -17,18 +17,18 @@ _KEYS = ("name", "arguments", "parameters", "type", "id")
 
 def read_object(feed: Feed, names: frozenset[str]) -> Reading:
     """A call like ``{"name": …, "arguments": {…}}``, from its first brace to its last; False if it is none."""
-    start, whole = feed.at, _End(feed.at)
+    start, whole = feed.at, _EndFinder(feed.at)
     while not feed.ended or whole.find(feed.text) is not None:
         head = _HEAD.match(feed.text, start)
         if head is not None and head[1] in names:
             yield CallBegin(head[1])
-            return (yield from _stream(feed, whole, _End(head.end()), head[1]))
+            return (yield from _stream_arguments(feed, whole, _EndFinder(head.end()), head[1]))
         first = _FIRST_KEY.match(feed.text, start)
         if feed.next != "{" or (first is not None and first[1] not in _KEYS):
             return False
         end = whole.find(feed.text)
         if end is not None:
-            return (yield from _at_once(feed, end, names))
+            return (yield from _read_complete_call(feed, end, names))
         yield None
     return False
 
@@ -36,10 +36,10 @@ def read_object(feed: Feed, names: frozenset[str]) -> Reading:
 def read_arguments(feed: Feed, name: str) -> Reading:
     """The arguments of a call whose name was read; ``feed`` stands before their first brace."""
     yield CallBegin(name)
-    return (yield from _stream(feed, _End(feed.at), _End(feed.at), name))
+    return (yield from _stream_arguments(feed, _EndFinder(feed.at), _EndFinder(feed.at), name))
 
 
-def _at_once(feed: Feed, end: int, names: frozenset[str]) -> Reading:
+def _read_complete_call(feed: Feed, end: int, names: frozenset[str]) -> Reading:
     """A call of which all is there: keys in any order, arguments as an object or as its text."""
     value = _loads(feed.text[feed.at : end])
     if not isinstance(value, dict) or value.get("name") not in tuple(names):
@@ -56,7 +56,7 @@ def _at_once(feed: Feed, end: int, names: frozenset[str]) -> Reading:
     return True
 
 
-def _stream(feed: Feed, whole: "_End", inner: "_End", name: str) -> Reading:
+def _stream_arguments(feed: Feed, whole: "_EndFinder", inner: "_EndFinder", name: str) -> Reading:
     """The arguments that ``inner`` ends, in pieces; then the end of the object around them."""
     begin, sent = whole.begin, inner.begin
     while True:
@@ -79,7 +79,7 @@ def _stream(feed: Feed, whole: "_End", inner: "_End", name: str) -> Reading:
     return True
 
 
-class _End:
+class _EndFinder:
     """Finds where the JSON object or list ends that begins at ``begin``; looks at each character once."""
 
     def __init__(self, begin: int) -> None:
@@ -88,7 +88,7 @@ class _End:
         self._end: int | None = None
 
     def find(self, text: str) -> int | None:
-        """The place behind its last character; None if that has not come yet."""
+        """The place after its last character; None if that has not come yet."""
         while self._end is None:
             match = _SPECIAL.search(text, self._at)
             if match is None:
@@ -122,26 +122,26 @@ def _refuse(name: str) -> NoReturn:
 
 
 def read_objects(feed: Feed, names: frozenset[str], separator: str) -> Reading:
-    """Calls with a separator between them, at least one; what is behind the last good one is left."""
+    """Calls with a separator between them, at least one; what is after the last good one is left."""
     while True:
         yield from feed.skip_space()
         if not (yield from read_object(feed, names)):
             return False
         feed.mark = feed.at
         yield from feed.skip_space()
-        if not (yield from feed.takes(separator)):
+        if not (yield from feed.consume(separator)):
             return True
 
 
 def read_list(feed: Feed, names: frozenset[str]) -> Reading:
-    """A list of calls, or one; ``feed`` stands before it. What is behind the last good one is left."""
+    """A list of calls, or one; ``feed`` stands before it. What is after the last good one is left."""
     if feed.next == "{":
         return (yield from read_object(feed, names))
-    if not (yield from feed.takes("[")):
+    if not (yield from feed.consume("[")):
         return False
     if not (yield from read_objects(feed, names, ",")):
         return False
-    yield from feed.takes("]")
+    yield from feed.consume("]")
     return True
 
 
