@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.metrics import EngineMetrics
-from specexport_runtime.server import chat, completions, responses_api, tokens
+from specexport_runtime.server import chat, completions, messages_api, responses_api, tokens
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, ErrorBody, as_api_error
 from specexport_runtime.server.guard import Guard, count_refused_request
@@ -50,6 +50,7 @@ def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = Non
     app.include_router(completions.router)
     app.include_router(chat.router)
     app.include_router(responses_api.router)
+    app.include_router(messages_api.router)
     app.include_router(tokens.router)
     if (page := find_page(settings)) is not None:
         app.include_router(page.router)
@@ -64,7 +65,7 @@ def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = Non
 
 def _refuse(request: Request, error: ApiError) -> Response:
     count_refused_request(state_of(request), error)
-    return error.response()
+    return error.response(request.scope)
 
 
 async def _handle_exception(request: Request, error: Exception) -> Response:
