@@ -26,6 +26,8 @@ ENDPOINTS = {
     "/v1/chat/completions": {key: value for key, value in LONG.items() if key != "prompt"}
     | {"messages": [{"role": "user", "content": "w1 w2"}]},
     "/v1/responses": {"input": "w1 w2", "max_output_tokens": 300, "ignore_eos": True, "temperature": 0},
+    "/v1/messages": {key: value for key, value in LONG.items() if key != "prompt"}
+    | {"messages": [{"role": "user", "content": "w1 w2"}]},
 }
 PLAIN = {"speculative": {"drafter": "none"}}  # 390 steps: it runs for seconds
 OPENAI = {"model": "slow", "prompt": "w1 w2", "max_tokens": 390}

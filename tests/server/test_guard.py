@@ -10,6 +10,7 @@ import pytest
 from specexport_runtime.server import admission
 from specexport_runtime.server.config import ServerConfig
 from tests.support.cases import patience
+from tests.support.servers.raw_http import problem_of_error
 from tests.support.servers.serving import Served, fake_engine
 from tests.support.servers.wire import Wire
 
@@ -25,13 +26,17 @@ def keyed() -> Iterator[Served]:
 
 def code_of(answer: httpx.Response) -> str:
     error = answer.json()["error"]
+    if answer.request.url.path.startswith("/v1/messages"):  # Anthropic's, which have no codes
+        assert problem_of_error(answer.content) is None
+        assert answer.headers["request-id"] == answer.headers["x-request-id"] == answer.json()["request_id"]
+        return {"authentication_error": "invalid_api_key", "invalid_request_error": "not_json"}[error["type"]]
     assert set(error) == {"message", "type", "param", "code"}
     return error["code"]
 
 
 def test_every_route_of_the_api_needs_a_key(keyed):
     routes = keyed.app.openapi()["paths"]
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models"} <= set(routes)
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/models"} <= set(routes)
     asked = [(method, path) for path in set(routes) - {"/health", "/ready"} for method in routes[path]]
     asked += [("GET", path) for path in ("/metrics", "/openapi.json", "/playground.json", "/nothing", "/health/")]
     for method, path in asked:
@@ -53,6 +58,22 @@ def test_every_route_of_the_api_needs_a_key(keyed):
 )  # fmt: skip
 def test_one_whole_key_opens_and_nothing_else_does(keyed, values, status):
     headers = [("Authorization", value.encode("latin1")) for value in values]
+    assert patience.get(f"{keyed.url}/v1/models", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([("x-api-key", KEYS[1])], 200),
+        ([("x-api-key", KEYS[1][:-1])], 401),
+        ([("x-api-key", "")], 401),
+        ([("x-api-key", f"Bearer {KEYS[1]}")], 401),
+        ([("x-api-key", KEYS[0]), ("x-api-key", KEYS[1])], 401),
+        ([("x-api-key", "any"), ("Authorization", f"Bearer {KEYS[0]}")], 200),  # this goes first
+        ([("x-api-key", KEYS[0]), ("Authorization", "Bearer any")], 401),
+    ],
+)
+def test_a_key_may_come_as_anthropics_clients_send_it(keyed, headers, status):
     assert patience.get(f"{keyed.url}/v1/models", headers=headers).status_code == status
 
 
@@ -217,7 +238,7 @@ def test_the_schema_says_how_refusals_look(fake_served):
     assert operations
     for path, operation in operations:
         content = operation["responses"]["4XX"]["content"]["application/json"]
-        assert content["schema"]["$ref"].endswith("/ErrorBody"), path
+        assert content["schema"]["$ref"].endswith("/MessagesErrorBody" if "/messages" in path else "/ErrorBody"), path
         assert "422" not in operation["responses"], path
 
 

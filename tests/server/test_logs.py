@@ -142,6 +142,16 @@ def test_the_line_of_a_refused_request_has_its_code(fake_served, logged, body, s
     assert "prompt_tokens" not in line
 
 
+def test_the_lines_of_messages_have_user_and_code(fake_served, logged):
+    """Their errors have no codes of ours: the log has."""
+    body = {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 2, "metadata": {"user_id": "someone"}}
+    for name, more, code in (("msg-1", {}, None), ("msg-2", {"frobnicate": 1}, "unknown_parameter")):
+        patience.post(f"{fake_served.url}/v1/messages", json=body | more, headers={"X-Request-Id": name})
+        line = line_of(logged, name)
+        assert line.get("error_code") == code
+        assert line.get("user") == ("someone" if code is None else None)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_is_499(slow_served, logged, stream):
     body = {"prompt": "w1", "max_tokens": 300, "stream": stream, "model": "slow"} | PLAIN

@@ -18,7 +18,10 @@ from specexport_runtime.server.state import ServerState
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
 """Paths that need no key, and no name of ours: they tell nothing of the model."""
 
-BODY_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"})
+BODY_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"}) | {
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+}
 """Paths that read the body of a POST; nobody else's is waited for."""
 
 _PARAMETER = rb'[^\s;,="]+=(?:"(?:[^"\\]|\\.)*"|[^\s;,"]*)'
@@ -71,6 +74,7 @@ class Admission:
 
     def _check_key(self, headers: Headers) -> str:
         given = _all(headers, b"authorization")
+        given = given or [b"Bearer " + key for key in _all(headers, b"x-api-key")]  # Anthropic's clients
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         digest = hashlib.sha256(key.strip()).digest()
         # Every key is compared, and digests have one length: the time tells nothing of any key.
@@ -78,7 +82,7 @@ class Admission:
         if scheme.lower() != b"bearer" or not any(matches):
             raise ApiError(
                 401,
-                "this server needs an API key: send `Authorization: Bearer KEY`.",
+                "this server needs an API key: send `Authorization: Bearer KEY`, or `x-api-key: KEY`.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

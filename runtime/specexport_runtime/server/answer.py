@@ -24,6 +24,7 @@ from specexport_runtime.server.errors import (
 )
 from specexport_runtime.server.json_text import LongList
 from specexport_runtime.server.log_format import log_fields
+from specexport_runtime.server.messages_format import MessagesFormat
 from specexport_runtime.server.responses_format import ResponsesFormat
 from specexport_runtime.server.sse import EventStream
 from specexport_runtime.server.state import ServerState
@@ -43,7 +44,7 @@ class ChoiceUpdate(NamedTuple):
     ended: bool = False
 
 
-AnswerForm = AnswerFormat | ResponsesFormat
+AnswerForm = AnswerFormat | MessagesFormat | ResponsesFormat
 """JSON of one answer, as an endpoint has it."""
 
 

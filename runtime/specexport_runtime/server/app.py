@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.metrics import EngineMetrics
-from specexport_runtime.server import chat, completions, responses_api, tokens
+from specexport_runtime.server import chat, completions, messages_api, responses_api, tokens
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, ErrorBody, as_api_error
 from specexport_runtime.server.guard import Guard, count_refused_request
@@ -53,6 +53,7 @@ def create_app(
     app.include_router(completions.router)
     app.include_router(chat.router)
     app.include_router(responses_api.router)
+    app.include_router(messages_api.router)
     app.include_router(tokens.router)
     if (page := find_page(settings)) is not None:
         app.include_router(page.router)
@@ -67,7 +68,7 @@ def create_app(
 
 def _refuse(request: Request, error: ApiError) -> Response:
     count_refused_request(getattr(request.state, "served", state_of(request)), error)
-    return error.response()
+    return error.response(request.scope)
 
 
 async def _handle_exception(request: Request, error: Exception) -> Response:

@@ -72,9 +72,40 @@ class ApiError(Exception):
         """The JSON body."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The whole answer."""
-        return JSONResponse(self.body(), self.status, headers=self.headers)
+    def response(self, scope: Mapping[str, Any]) -> JSONResponse:
+        """The whole answer to a request, in the form of the API that it is of; its log hears of it."""
+        state = scope.get("state", {})
+        if (log := state.get("log")) is not None:
+            log.error_code = self.code or self.kind
+        body = build_messages_error(self, state.get("request_id")) if is_messages_request(scope) else self.body()
+        return JSONResponse(body, self.status, headers=self.headers)
+
+
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's types of errors by their status; any other is that of a request that is wrong."""
+
+
+def is_messages_request(scope: Mapping[str, Any]) -> bool:
+    """Whether a request is of Anthropic's Messages API."""
+    return re.match(r"/v1/messages(/|$)", scope["path"]) is not None
+
+
+def build_messages_error(error: ApiError, request_id: str | None) -> dict[str, Any]:
+    """The body of an error as Anthropic's clients expect it."""
+    kind = _MESSAGES_KINDS.get(error.status, "invalid_request_error")
+    told: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.param == "thread":  # the official client's loop of tools asks for one, and goes on without it
+        told["details"] = {"error_code": "thread_unsupported_request"}
+    return {"type": "error", "error": told, "request_id": request_id}
 
 
 def _format_sentence(message: str, param: str | None) -> str:

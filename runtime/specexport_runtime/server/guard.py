@@ -13,7 +13,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specexport_runtime.server.admission import BODY_PATHS, Admission, ClientGoneError, has_body, read_body, replay
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.errors import ApiError, as_api_error, request_timeout_error, unavailable_error
+from specexport_runtime.server.errors import (
+    ApiError,
+    as_api_error,
+    is_messages_request,
+    request_timeout_error,
+    unavailable_error,
+)
 from specexport_runtime.server.log_format import log_fields
 from specexport_runtime.server.state import ServerState
 
@@ -88,7 +94,8 @@ class _Exchange:
     def _complete(self, headers: Any) -> list[tuple[bytes, bytes]]:
         given = {name.lower() for name, _ in headers}
         more = [(name, value) for name, value in _HEADERS.items() if name not in given]
-        more.append((b"x-request-id", self._state["request_id"].encode()))
+        names = (b"x-request-id", b"request-id")[: 1 + is_messages_request(self.scope)]
+        more += [(name, self._state["request_id"].encode()) for name in names]
         keeps_alive = self._state.get("keeps_alive")  # not there behind another server's connections
         if b"connection" in given:
             pass
@@ -110,7 +117,7 @@ class _Exchange:
             abort()
             return
         count_refused_request(self._state.get("served", self._server), told)
-        await told.response()(self.scope, receive, self.send)
+        await told.response(self.scope)(self.scope, receive, self.send)
 
 
 def get_request_id(scope: Scope) -> str:
@@ -131,4 +138,4 @@ async def refuse_overload(scope: Scope, receive: Receive, send: Send) -> None:
     """The application of connections above the limit."""
     error = unavailable_error("too_many_connections", "The server has as many connections as it may have.")
     error.headers["Connection"] = "close"
-    await error.response()(scope, receive, send)
+    await error.response(scope)(scope, receive, send)

@@ -16,8 +16,17 @@ class LongList:
     make: Callable[[int, int], list[Any]]  # the items from one place up to another
 
 
+@dataclass(frozen=True)
+class JsonText:
+    """A value that is JSON already."""
+
+    text: str
+
+
 def json_text(value: Any, separators: tuple[str, str] = (", ", ": ")) -> str:
     """As ``json.dumps``, of a value whose dicts, and lists of dicts, are short; a ``LongList`` is a list."""
+    if isinstance(value, JsonText):
+        return value.text
     comma, colon = separators
     if isinstance(value, dict):
         items = [f"{json.dumps(key)}{colon}{json_text(item, separators)}" for key, item in value.items()]

@@ -1,7 +1,5 @@
 """The log line of a request: who asked what, how it ended, and what it cost. Never what was asked or answered."""
 
-import contextlib
-import json
 import logging
 import time
 from typing import Any
@@ -15,7 +13,6 @@ CLIENT_GONE = 499
 """As nginx calls it: the client closed the connection before it had its answer."""
 
 _access = logging.getLogger("specexport.access")
-_ERROR_BODY_BYTES = 10_000
 
 
 class AccessLog:
@@ -60,17 +57,8 @@ class _LoggedExchange:
         if message["type"] == "http.response.start" and not self._gone:
             self._log.status = message["status"]
         elif message["type"] == "http.response.body":
-            self._note_error(message.get("body", b""))
             self._complete = self._complete or not message.get("more_body", False)
         await self._send(message)
-
-    def _note_error(self, body: bytes) -> None:
-        """The code of an error body, a route's or a guard's."""
-        if self._log.error_code is not None or (self._log.status or 0) < 400 or len(body) > _ERROR_BODY_BYTES:
-            return
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            error = json.loads(body)["error"]
-            self._log.error_code = str(error["code"] or error["type"])
 
     def end(self, scope: Scope) -> None:
         """Write the line."""

@@ -163,10 +163,11 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
         fix = f"use {better}" if better else "leave it out"
         message = f"{param} = {given} is not supported by this server: {fix}."
         return ApiError(400, message, param=param, code="unsupported_parameter")
+    wanted = _WANTED | getattr(model, "WANTED", {})
     for name in reversed(path):
-        if name in _FORMS or (name in _WANTED and name == path[-1]):
+        if name in _FORMS or (name in wanted and name == path[-1]):
             param = _path(path[: path.index(name) + 1])
-            return ApiError(400, f"{param} {_WANTED[str(name)]}.", param=param, code="invalid_value")
+            return ApiError(400, f"{param} {wanted[str(name)]}.", param=param, code="invalid_value")
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     told = f"Input should be one of {first['ctx']['expected_tags']}" if kind == "union_tag_invalid" else first["msg"]
     return ApiError(400, f"{param} is {given}: {told}.", param=param, code=code)

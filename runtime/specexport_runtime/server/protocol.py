@@ -315,6 +315,7 @@ class Message(StrictModel):
     audio: Refused[None] = None
     function_call: Refused[None] = None
     parsed: Any = Field(default=None, description="What the official client adds; not read.")
+    provider_specific_fields: Any = Field(default=None, description="What LiteLLM adds; not read.")
     cache_control: Hint[dict[str, Any]] = None
 
 

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.intake.functions import MAX_FUNCTIONS
+from specexport_runtime.server.chat_names import ChatNames
 from specexport_runtime.server.completions import answer
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid_error, over_limit_error, unsupported_error
@@ -46,13 +47,13 @@ class ResponseAsChat:
     """The chat (``request``) that a response is, and what its parts are called there; ApiError 400 if it cannot be."""
 
     def __init__(self, body: ResponsesRequest) -> None:
-        self._names: dict[str, str] = {}
+        self.names = ChatNames(_NAMES)
         self._messages: list[dict[str, Any]] = []
         if body.instructions is not None:
-            self._names["messages[0].content"] = "instructions"
+            self.names["messages[0].content"] = "instructions"
             self._add({"role": "system", "content": body.instructions}, "instructions")
         if isinstance(body.input, str):
-            self._names[f"messages[{len(self._messages)}].content"] = "input"
+            self.names[f"messages[{len(self._messages)}].content"] = "input"
             self._add({"role": "user", "content": body.input}, "input")
         else:
             self._read(body.input)
@@ -76,21 +77,6 @@ class ResponseAsChat:
             }
         )
 
-    def translate_error(self, error: ApiError) -> ApiError:
-        """The error of the chat in the words of the response."""
-        param, message = error.param or "", error.message
-        if param == "structured_outputs":
-            message = message.replace("response_format", _NAMES["response_format"])
-        names = self._names | _NAMES
-        for name in sorted(names, key=len, reverse=True):  # a name may be a part of another
-            if param.startswith(name) and param[len(name) : len(name) + 1] in ("", ".", "["):
-                own = names[name]
-                param, message = param.replace(name, own, 1), message.replace(name, own, 1)
-                break
-        return ApiError(
-            error.status, message, kind=error.kind, param=param or None, code=error.code, headers=error.headers
-        )
-
     def _read(self, items: Sequence[InputItem]) -> None:
         """Items to messages: what the model thought, said and called between others' messages is one of its own."""
         turn: dict[str, Any] | None = None  # the assistant's, to which more may be added
@@ -112,12 +98,12 @@ class ResponseAsChat:
                     turn = None
                 case InputCallOutput():
                     at = len(self._messages)
-                    self._names[f"messages[{at}].tool_call_id"] = f"{own}.call_id"
+                    self.names[f"messages[{at}].tool_call_id"] = f"{own}.call_id"
                     self._add({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id}, own)
                     turn = None
 
     def _add(self, message: dict[str, Any], own: str) -> dict[str, Any]:
-        self._names.setdefault(f"messages[{len(self._messages)}]", own)
+        self.names.setdefault(f"messages[{len(self._messages)}]", own)
         self._messages.append(message)
         return message
 
@@ -126,7 +112,7 @@ class ResponseAsChat:
         if len(calls) == MAX_FUNCTIONS:
             raise over_limit_error(own, f"{len(calls) + 1} calls beside each other", MAX_FUNCTIONS)
         where = f"messages[{len(self._messages) - 1}].tool_calls[{len(calls)}]"
-        self._names |= {f"{where}.function": own, where: own}
+        self.names |= {f"{where}.function": own, where: own}
         function = {"name": item.name, "arguments": item.arguments}
         calls.append({"id": item.call_id, "type": "function", "function": function})
 
@@ -134,7 +120,7 @@ class ResponseAsChat:
         if body.tools is None:
             return None
         for i in range(len(body.tools)):
-            self._names[f"tools[{i}].function"] = f"tools[{i}]"
+            self.names[f"tools[{i}].function"] = f"tools[{i}]"
         return [
             {"type": tool.type, "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in body.tools
         ]
@@ -182,7 +168,7 @@ def plan_response(body: ResponsesRequest, engine: SpecEngine, config: ServerConf
     try:
         plan = plan_chat(chat.request, engine, config, owner)
     except ApiError as error:
-        raise chat.translate_error(error) from None
+        raise chat.names.translate(error) from None
     if plan.conversation is not None:
         for param, asked in (("include", body.wants_logprobs), ("speculative.token_origins", plan.origins)):
             if asked:

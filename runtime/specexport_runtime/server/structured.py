@@ -34,7 +34,8 @@ def may_compile(body: Sampling) -> bool:
     """Whether a form is compiled for a body, which may take seconds."""
     strict = [tool for tool in getattr(body, "tools", None) or () if getattr(tool, "function", tool).strict]
     asked = [getattr(body, name, None) for name in ("structured_outputs", "response_format", "text")]
-    return bool(strict) or any(asked) or getattr(body, "tool_choice", None) not in (None, "none", "auto")
+    choice = getattr(body, "tool_choice", None)
+    return bool(strict) or any(asked) or getattr(choice, "type", choice) not in (None, "none", "auto")
 
 
 def _parse_form(body: Choices) -> tuple[StructuredOutputs | None, str]:

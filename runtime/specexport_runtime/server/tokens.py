@@ -17,6 +17,7 @@ from specexport_runtime.server.completions import get_owner
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import make_dialect, read_prompt, read_tools
 from specexport_runtime.server.errors import ERROR_RESPONSES, invalid_error
+from specexport_runtime.server.messages_protocol import CountTokensRequest
 from specexport_runtime.server.models import resolve_adapter
 from specexport_runtime.server.parsing import parse_body, read_request_body, request_body
 from specexport_runtime.server.prompt_tokens import check_length, encode, run_beside_event_loop
@@ -45,22 +46,22 @@ class DetokenizeRequest(StrictModel):
     tokens: TokenIds
 
 
-Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
+Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest, CountTokensRequest)
 
 
 @router.post("/tokenize", responses=ERROR_RESPONSES, openapi_extra=request_body(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """The token ids of a prompt, or of a conversation by the model's chat template."""
-    return await _answer_request(request, TokenizeRequest, _tokenize)
+    return await answer_beside_event_loop(request, TokenizeRequest, _tokenize)
 
 
 @router.post("/detokenize", responses=ERROR_RESPONSES, openapi_extra=request_body(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
-    return await _answer_request(request, DetokenizeRequest, _detokenize)
+    return await answer_beside_event_loop(request, DetokenizeRequest, _detokenize)
 
 
-async def _answer_request(
+async def answer_beside_event_loop(
     request: Request, model: type[Body], work: Callable[[Body, SpecEngine, ServerConfig], Any]
 ) -> Response:
     """The answer of work on a body; both are bounded by the tokens of a prompt."""

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 MAX_TRACED_SEQUENCES = 16
 """Choices of one request that get spans of their own; the numbers of all are on the request's span."""
 
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/completions": "text_completion"}
+_OPERATIONS = {"/v1/completions": "text_completion"}
+_OPERATIONS |= dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat")
 _PARAMS = ("temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "presence_penalty", "seed")
 """Sampling parameters that the GenAI conventions name. Stop strings are text of the client's and stay out."""
 _COUNTERS = ("rounds", "drafted", "accepted")

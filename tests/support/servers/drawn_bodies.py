@@ -106,6 +106,15 @@ def _response(drawn: Drawn) -> Any:
     return {"input": asked, "max_output_tokens": drawn.draw.choice([16, 60]), **more}
 
 
+def _message(drawn: Drawn) -> Any:
+    turns = [drawn.text(), [{"type": "text", "text": "a"}] * len(drawn.range(40, 4096)), *drawn.range(120, 4096)]
+    asked = [{"role": "user", "content": turn if isinstance(turn, (str, list)) else "hi"} for turn in turns]
+    tool = {"name": "f", "input_schema": {"type": "object"} | drawn.schema()}
+    tools = {"tools": [tool], "tool_choice": {"type": drawn.draw.choice(["any", "auto", "none"])}}
+    form = {"output_config": {"format": {"type": "json_schema", "schema": drawn.schema()}}}
+    return {"messages": asked, **drawn.draw.choice([tools, form, {}])}
+
+
 def _tokenize(drawn: Drawn) -> Any:
     what = drawn.draw.choice([{"prompt": drawn.text()}, {"messages": drawn.messages(), "tools": drawn.tools()}])
     return what | {"return_token_strs": True}
@@ -113,6 +122,7 @@ def _tokenize(drawn: Drawn) -> Any:
 
 ENDPOINTS: dict[str, Callable[[Drawn], Any]] = {
     "/v1/completions": _completion, "/v1/chat/completions": _chat, "/v1/responses": _response, "/tokenize": _tokenize,
+    "/v1/messages": lambda drawn: {"max_tokens": 8, **_message(drawn)}, "/v1/messages/count_tokens": _message,
     "/detokenize": lambda drawn: {"tokens": drawn.ids()},
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from tests.support.servers.wire import request
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 MiB = 2**20
 TEMPLATE = """{{ bos_token }}{% for m in messages %}{% if m.role == 'developer' %}{% elif m.tool_calls %}<|a|>{{
 m.tool_calls[0].function | tojson }}<|e|>{% else %}<|{{ m.role }}|>{{ m.content }}<|e|>{% endif %}{% endfor %}"""
@@ -51,10 +52,12 @@ def hostile_clients(key: str) -> dict[str, Hostile]:
             ask({"prompt": "a", "structured_outputs": {"json": chain}}),
             ask({"messages": hello, "tools": [tool], "tool_choice": "none"}, CHAT),
             ask({"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": chain}}}, RESPONSES),
+            ask({"messages": hello, "max_tokens": 9, "tools": [{"name": "f", "input_schema": chain}]}, MESSAGES),
         )),
         "prompts that are too long": Hostile((
             ask({"prompt": code}), ask({"messages": [{"role": "user", "content": code}]}, CHAT),
             ask({"input": code}, RESPONSES), ask({"prompt": [code[:30_000]] * 32}),
+            ask({"messages": [{"role": "user", "content": code}]}, f"{MESSAGES}/count_tokens"),
         )),
         "conversations in odd shapes": Hostile(tuple(
             ask({"messages": odd_turns(n), "max_tokens": 2}, CHAT) for n in (18, 36, 80, 700)

@@ -9,9 +9,10 @@ from typing import Any
 from tests.support.servers.raw_http import RawRequest
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 ROUTES = (
     COMPLETIONS, CHAT, RESPONSES, "/v1/models", "/v1/models/demo", "/health", "/ready", "/metrics", "/",
-    "/openapi.json",
+    "/openapi.json", "/v1/messages", "/v1/messages/count_tokens",
 )  # fmt: skip
 ROUTES += ("/playground.json", "/playground/main.js")
 METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT", "PROPFIND", "BREW", "post")
@@ -22,7 +23,7 @@ NUMBERS += ("prompt_logprobs", "max_output_tokens")
 TEXTS = ("model", "user", "suffix", "stop", "prompt", "messages", "stream", "stream_options", "logit_bias", "echo")
 TEXTS += ("speculative", "response_format", "tools", "metadata", "reference", "ignore_eos", "no_such_parameter", "")
 TEXTS += ("input", "instructions", "text", "include", "reasoning", "store", "previous_response_id")
-TEXTS += ("tool_choice", "parallel_tool_calls", "chat_template_kwargs")
+TEXTS += ("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "system", "thinking", "output_config")
 SPECULATIVE = ("num_speculative_tokens", "drafter", "acceptance", "reference", "token_origins", "no_such_parameter")
 
 # JSON values as texts: what json.dumps cannot write is sent too.
@@ -72,7 +73,7 @@ def valid_body(draw: random.Random, path: str) -> dict[str, Any]:
     if path == RESPONSES:
         return {"model": "demo", "max_output_tokens": length, "input": "w1 w2", "stream": draw.random() < 0.3}
     body: dict[str, Any] = {"model": "demo", "max_tokens": length}
-    if path == CHAT:
+    if path in (CHAT, MESSAGES):
         return body | {"messages": [{"role": "user", "content": "w1 w2"}]}
     return body | {"prompt": "w1 w2", "stream": draw.random() < 0.3}
 
@@ -90,7 +91,7 @@ def frame(
 
 
 def _endpoint(draw: random.Random) -> str:
-    return draw.choice((COMPLETIONS, COMPLETIONS, CHAT, RESPONSES))
+    return draw.choice((COMPLETIONS, COMPLETIONS, CHAT, RESPONSES, MESSAGES))
 
 
 def _json(draw: random.Random, path: str) -> bytes:

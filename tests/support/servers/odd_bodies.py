@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from tests.support.cases.patience import HANG_S
+from tests.support.servers.raw_http import problem_of_error
 from tests.support.servers.serving import Served
 
 ODD = [None, 0, -1, True, 1e308, "", "x" * 300, "\u0000", [], [{}], {}, {"type": "function"}, {"a": [[[{}]]]}]
@@ -38,6 +39,6 @@ def check_odd_bodies(served: Served, path: str, body: dict[str, Any]) -> None:
                 statuses.add(answer.status_code)
                 assert answer.status_code in (200, 400), (where, value, answer.text)
                 if answer.status_code == 400:
-                    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+                    assert problem_of_error(answer.content) is None
     assert statuses == {200, 400}
     served.wait_until_idle()

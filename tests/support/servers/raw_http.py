@@ -134,12 +134,17 @@ def problem_of(answer: Answer, *, head: bool = False) -> str | None:
 
 
 def problem_of_error(body: bytes) -> str | None:
-    """What is wrong with the body of an error, which must have OpenAI's shape; None if nothing is."""
+    """What is wrong with the body of an error, which must have OpenAI's shape or Anthropic's; None if nothing is."""
     data = _strict(body)
+    if isinstance(data, dict) and set(data) == {"type", "error", "request_id"}:
+        error = data["error"]
+        is_right = data["type"] == "error" and set(error) <= {"type", "message", "details"}
+        is_right = is_right and _is_said(error["type"]) and _is_said(error["message"])
+        return None if is_right else f"not Anthropic's error shape: {body[:300]!r}"
     error = data.get("error") if isinstance(data, dict) and len(data) == 1 else None
     if not isinstance(error, dict) or set(error) != {"message", "type", "param", "code"}:
         return f"not OpenAI's error shape: {body[:300]!r}"
-    texts_right = all(isinstance(error[name], str) and error[name] for name in ("message", "type"))
+    texts_right = _is_said(error["message"]) and _is_said(error["type"])
     rest_right = all(error[name] is None or isinstance(error[name], str) for name in ("param", "code"))
     return None if texts_right and rest_right else f"wrong types in the error: {body[:300]!r}"
 
@@ -156,9 +161,13 @@ def problem_of_stream(body: bytes) -> str | None:
                 return f"no JSON in the stream: {data[:300]!r}"
             if "error" in value and (problem := problem_of_error(data.encode())):
                 return problem
-            if "error" in value and value["error"]["type"] == "server_error":
+            if "error" in value and value["error"]["type"] in ("server_error", "api_error"):
                 return f"a defect in the stream: {data[:300]!r}"
     return None
+
+
+def _is_said(text: Any) -> bool:
+    return isinstance(text, str) and text != ""
 
 
 def _strict(body: bytes) -> Any:

@@ -29,6 +29,7 @@ SERVERS = {
     "thinks": (THINKS, MARKERS, {}),
     "qwen3": (QWEN3, MARKERS, {}),
     "thinks in text": (THINKS, (), {}),
+    "always thinks": (THINKS.replace("enable_thinking is defined and not enable_thinking", "false"), MARKERS, {}),
     "thinks little": (THINKS, MARKERS, {"thinking_budget": 3}),
     "thinks little in text": (THINKS, (), {"thinking_budget": 3}),
     "plain and little": (PLAIN, (), {"thinking_budget": 3}),
