@@ -33,7 +33,7 @@ _TITLES = {"title", "description", "default", "examples", "deprecated", "$schema
 _OBJECT = {"type", "properties", "required", "additionalProperties"} | _DEFINITIONS | _TITLES
 
 
-class Tagged(ToolFormat):
+class TaggedFormat(ToolFormat):
     """A format with tags; in what is written, ``{}`` stands for a name."""
 
     head: ClassVar[re.Pattern[str]]  # what is read up to the first argument, with the function's name
@@ -210,7 +210,7 @@ def _inexact(key: str, what: str) -> InvalidRequestError:
     )
 
 
-class Qwen3Coder(Tagged):
+class Qwen3Coder(TaggedFormat):
     """Qwen3-Coder and later: a call between ``<tool_call>`` and ``</tool_call>``, values on lines of their own."""
 
     name = "qwen3_coder"
@@ -224,7 +224,7 @@ class Qwen3Coder(Tagged):
     around = ("\n", "\n</tool_call>")
 
 
-class MiniMaxM2(Tagged):
+class MiniMaxM2(TaggedFormat):
     """MiniMax M2: all calls in one section."""
 
     name = "minimax_m2"
@@ -238,7 +238,7 @@ class MiniMaxM2(Tagged):
     has_lists = True
 
 
-class Glm45(Tagged):
+class Glm45(TaggedFormat):
     """GLM 4.5 and later: a name, then keys and values in tags of their own."""
 
     name = "glm45"
