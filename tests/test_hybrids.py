@@ -283,6 +283,21 @@ def test_a_pinned_prefix_is_gone_on_from(bundle: Path) -> None:
             assert found.token_ids == wanted.token_ids
 
 
+def test_a_state_outlives_its_engine(bundle: Path, tmp_path: Path) -> None:
+    """It comes back with the text, where that is continued and nowhere else."""
+    kept, params = {"prefix_cache_dir": tmp_path / "kept"}, SamplingParams(max_tokens=12, ignore_eos=True)
+    with opened(bundle, 2, **kept) as engine:
+        start = engine.encode("a text that is long enough to be worth a file, and has a state ")
+        (first,) = engine.generate([start], params, num_speculative_tokens=3)
+        history = [*start, *first.token_ids, *engine.encode(" and more of it")]
+        (wanted,) = engine.generate([history], params, drafter="none", remember=False)
+    with opened(bundle, 2, **kept) as engine:
+        other, found = engine.generate([[*start[:-1], 9, 9, 9], history], params, num_speculative_tokens=3)
+    assert other.stats.cached_tokens == 0
+    assert found.stats.cached_tokens == len(start) + len(first.token_ids) - 1
+    assert found.token_ids == wanted.token_ids
+
+
 def test_measuring_steps_leaves_nothing_in_a_state(bundle: Path) -> None:
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     with opened(bundle, 2, adaptive=True) as engine:

@@ -477,6 +477,10 @@ class AsyncSpecEngine:
             return False
         return True
 
+    def limit_flush(self, seconds: float) -> None:
+        """How long :meth:`aclose` may write kept prefixes to their files."""
+        self.engine.flush_s = seconds
+
     async def aclose(self, timeout: float | None = None) -> None:
         """Finish what was taken (see :meth:`drain`), then close the engine.
 

@@ -43,6 +43,9 @@ class SpecEngine(PromptEncoder):
     stuck_after_s = 60.0
     """Seconds without a round, while requests are active, after which it counts as dead; longer than any step."""
 
+    flush_s = 10.0
+    """Seconds that :meth:`close` may take to write kept texts to ``prefix_cache_dir``."""
+
     def __init__(self, parts: EngineParts, options: EngineOptions | None = None) -> None:
         made = assemble(parts, options or EngineOptions())
         super().__init__(made.builder, parts.chat_template, parts.special_tokens)
@@ -363,6 +366,8 @@ class SpecEngine(PromptEncoder):
                     self._suffixes.save()
                 except OSError as error:  # everything else is to be released all the same
                     _log.warning("What was generated could not be kept in %s: %s", self._suffixes.file, error)
+            if (stored := self._loop.decoder.slots.stored) is not None:
+                stored.flush(self.flush_s)
             self._builder.grammars.close()
             self.target.close()
             for runner in self._drafting.values():

@@ -1,7 +1,9 @@
 """From a bundle folder to the parts of an engine: executors, drafting defaults, earlier texts, what steps cost."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from specexport_runtime.bundle.arrays import load_cut_head, load_mask
 from specexport_runtime.bundle.draft_layers import load_draft_layers
@@ -10,6 +12,7 @@ from specexport_runtime.bundle.opened import Bundle, ChangedError, load_bundle
 from specexport_runtime.bundle.token_map import load_token_map
 from specexport_runtime.costs.curves import KnownCosts, load_costs
 from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
+from specexport_runtime.decoding.prefix_files import PrefixFolder
 from specexport_runtime.drafters.suffix_open import open_suffixes
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.engine_parts import (
@@ -23,9 +26,10 @@ from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors import operators
 from specexport_runtime.executors.base import EngineBackend, Executor
 from specexport_runtime.executors.open import find_engine_backend, list_engine_backends_with, open_executor
-from specexport_runtime.intake.checks import check_adapter
+from specexport_runtime.intake.checks import check_adapter, parse_bytes
 from specexport_runtime.intake.drafting import DraftDefaults, resolve_stage_names
 from specexport_runtime.intake.speculative_config import parse_speculative_config
+from specexport_runtime.machine import machine_key
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.layer_choice import LayerRules
 
@@ -86,12 +90,15 @@ def _load(path: Path, options: EngineOptions) -> EngineParts:
 
 
 def _check_backend(backend: EngineBackend | None, options: EngineOptions) -> None:
-    if options.prefix_rows and (backend is None or not backend.copies_rows or not options.enable_prefix_caching):
-        raise InvalidRequestError(
-            f"prefix_rows is {options.prefix_rows}, and this engine keeps no prefixes.",
-            f"leave it out; prefixes need backend {list_engine_backends_with('copies_rows')} and "
-            "enable_prefix_caching.",
-        )
+    keeps = options.enable_prefix_caching and options.unpad_kv
+    for name, ability in (("prefix_rows", "copies_rows"), ("prefix_cache_dir", "stores_rows")):
+        if getattr(options, name) and not (keeps and getattr(backend, ability, False)):
+            raise InvalidRequestError(
+                f"{name} is {getattr(options, name)}, and this engine keeps no prefixes"
+                f"{' in files' * (name == 'prefix_cache_dir')}.",
+                f"leave it out; it needs backend {list_engine_backends_with(ability)}, enable_prefix_caching and "
+                "unpad_kv.",
+            )
     gives_back = backend is not None and backend.gives_back and options.unpad_kv
     if options.kv_cache_memory_bytes is not None and not gives_back:
         raise InvalidRequestError(
@@ -152,12 +159,32 @@ def _make_parts(
         corpus=options.corpus,
         file=options.suffix_file,
     )
-    return parts._replace(suffixes=suffixes)
+    return parts._replace(suffixes=suffixes, prefixes=_open_prefixes(bundle, options))
+
+
+def _open_prefixes(bundle: Bundle, options: EngineOptions) -> PrefixFolder | None:
+    """The folder of kept texts, for engines that give the same bits as this one."""
+    if not options.prefix_cache_dir:  # an empty text is none, not the current folder
+        return None
+    files = bundle.manifest.files.items()
+    decisive = _make_decision_key(bundle, operators.kernels(), options) | {
+        "files": {name: file.sha256 for name, file in files if name.partition("/")[0] in bundle.manifest.models},
+        "machine": machine_key(),
+        "lora": options.lora,
+    }
+    limit = parse_bytes(options.prefix_cache_bytes, "prefix_cache_bytes")
+    return PrefixFolder(Path(options.prefix_cache_dir), limit, json.dumps(decisive, sort_keys=True))
 
 
 def _load_costs(bundle: Bundle, backend: EngineBackend | None, options: EngineOptions) -> KnownCosts:
     kernels = None if backend is not None and backend.on_gpu else operators.kernels()
-    circumstances = {
+    return load_costs(
+        prior_costs(bundle.manifest.models, kernels=kernels), _make_decision_key(bundle, kernels, options)
+    )
+
+
+def _make_decision_key(bundle: Bundle, kernels: str | None, options: EngineOptions) -> dict[str, Any]:
+    return {
         "bundle": bundle.manifest.build_key,
         "kernels": kernels,
         "build": kernels and operators.build(),
@@ -166,4 +193,3 @@ def _load_costs(bundle: Bundle, backend: EngineBackend | None, options: EngineOp
         "cuda_graphs": options.cuda_graphs,
         "padded": [not options.unpad_kv, not options.unpad_input],
     }
-    return load_costs(prior_costs(bundle.manifest.models, kernels=kernels), circumstances)

@@ -160,6 +160,20 @@ class EngineOptions:
         use=Use.BATCH,
         check=_make_range_check(0, MAX_NUM_SEQS),
     )
+    prefix_cache_dir: str | Path | None = _option(  # noqa: RUF009 it is a field
+        None,
+        "Keep earlier texts in this folder too: they outlive their cache rows, and the engine (CPU).",
+        "Requests find those of their own ``cache_salt`` and bundle, as in memory. The folder has texts: guard it.",
+        use=Use.ANY,
+        metavar="DIR",
+    )
+    prefix_cache_bytes: int | str = _option(
+        "4GiB",
+        "Most bytes of --prefix-cache-dir; what was used least recently is removed.",
+        use=Use.ANY,
+        metavar="SIZE",
+        check=parse_bytes,
+    )
     kv_cache_memory_bytes: int | str | None = _option(
         None,
         "Most memory of the KV caches, 2GiB for example; more sequences than have their full length in it may run "

@@ -11,6 +11,7 @@ from specexport_runtime.costs.curves import CostCurves, KnownCosts
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.decoding.memory_budget import MemoryBudget
 from specexport_runtime.decoding.pace import Pace
+from specexport_runtime.decoding.prefix_files import PrefixFolder
 from specexport_runtime.drafters.base import Drafter, DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.head_kind import head_obstacle
@@ -61,6 +62,7 @@ class EngineParts(NamedTuple):
     costs: KnownCosts | None = None  # of steps, to choose K by and for traces; None: no request may ask for "auto"
     self_obstacle: Obstacle | None = None  # why the target cannot draft with its own layers; None finds out
     suffixes: "KeptSuffixes | None" = None  # what was generated earlier; None begins with nothing
+    prefixes: PrefixFolder | None = None  # where kept texts are, too; None keeps them in rows alone
     name: str = "of no bundle"
     fingerprint: str | None = None  # of weights, recipe and compiler; None if they are not known
     adapters: Sequence[str] = ()  # LoRA adapters that requests may choose, in the order of their numbers in the engine
@@ -206,6 +208,7 @@ def _make_decoder(
         reuses_prefixes=options.enable_prefix_caching and _can_reuse_rows(runners),
         pace=Pace(ttft_s, itl_s),
         memory=memory,
+        folder=parts.prefixes,
         max_num_batched_tokens=options.max_num_batched_tokens or parts.max_num_batched_tokens,
         lengths=lengths,
         tracer=RoundTracer(curves, learned),

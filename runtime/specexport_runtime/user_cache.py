@@ -73,7 +73,11 @@ def cache_folder(kind: str, *, writable: bool = True) -> Path | None:
 
 def require_folder(kind: str) -> Path:
     """The cache folder for a kind of data, made if need be; OSError or RuntimeError where nothing can be written."""
-    folder = cache_root() / kind
+    return private_folder(cache_root() / kind)
+
+
+def private_folder(folder: Path) -> Path:
+    """A folder, made if need be, to which this user alone can write; OSError if it is not."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_private(folder.stat()):
         raise PermissionError(0, "it belongs to somebody else, or others may write to it")

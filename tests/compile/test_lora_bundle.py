@@ -152,6 +152,20 @@ def test_kept_texts_are_those_of_one_adapter(bundle: Path) -> None:
         engine.check()
 
 
+def test_files_are_those_of_one_adapter(bundle: Path, tmp_path: Path) -> None:
+    """The default is one too: an engine with another finds nothing."""
+    long, kept = PROMPTS[1] * 2, {"prefix_cache_dir": tmp_path / "kept"}
+    with closing(load(bundle, max_num_seqs=4, **kept)) as engine:
+        wanted = {name: engine.generate(long, PLAIN, lora=name)[0].token_ids for name in (None, "sql")}
+    with closing(load(bundle, max_num_seqs=4, **kept)) as engine:
+        for name in ("poems", "sql", None):
+            found = engine.generate(long, PLAIN, lora=name)[0]
+            assert bool(found.stats.cached_tokens) == (name != "poems"), name
+            assert name == "poems" or found.token_ids == wanted[name]
+    with closing(load(bundle, max_num_seqs=4, lora="sql", **kept)) as engine:
+        assert engine.generate(long, PLAIN)[0].stats.cached_tokens == 0
+
+
 def test_padded_rows_have_their_adapters_too_and_those_that_are_not_there_are_refused(bundle, engine):
     assert engine.adapters == ("sql", "poems")
     with pytest.raises(InvalidRequestError, match=r"'sqk' to choose.*did you mean 'sql'"):

@@ -277,6 +277,18 @@ def test_what_a_row_has_of_an_earlier_text_is_used_again(pair: Path) -> None:
         assert (found[-1].stats.drafted, found[-1].stats.accepted) == (first.stats.drafted, first.stats.accepted)
 
 
+def test_what_a_file_has_of_an_earlier_text_is_used_again(pair: Path, tmp_path: Path) -> None:
+    text, found = "naïve 日本 words, and then some: " * 4, []
+    for _ in range(2):
+        with closing(SpecEngine.load(pair / "bundle", num_threads=1, prefix_cache_dir=tmp_path / "kept")) as engine:
+            found += engine.generate(text, GREEDY, drafter="draft-model")
+            plain = engine.generate(text, GREEDY, drafter="none", remember=False)[0]
+    first, again = found
+    assert (first.token_ids, again.token_ids) == (plain.token_ids, plain.token_ids)
+    assert (first.stats.cached_tokens, again.stats.cached_tokens) == (0, len(engine.encode(text)) - 1)
+    assert again.stats.accepted_lengths == first.stats.accepted_lengths
+
+
 def test_a_budget_holds_what_the_draft_may_come_to_need(pair: Path) -> None:
     with closing(
         SpecEngine.load(pair / "bundle", num_threads=1, max_model_len=128, kv_cache_memory_bytes=1 << 20)

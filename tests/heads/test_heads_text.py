@@ -78,3 +78,19 @@ def test_text_stays_the_targets(kind, quantize, draft_quantize, target, target_f
                 )
                 assert distribution.passed, distribution
                 assert distribution.has_power
+
+
+@pytest.mark.parametrize("kind", ["hydra", "assistant", "mtp", "mtp-modules"])
+def test_a_head_goes_on_from_a_file(kind, target, target_folder, tmp_path, monkeypatch):
+    """The next engine reads neither prompt nor features again, and its drafts are as good."""
+    monkeypatch.setattr("specexport.heads.probe.check_probe", lambda *_: None)
+    bundle = make_bundle(kind, target, target_folder, tmp_path, check="none", max_model_len=128)
+    config = {"method": "mtp" if "mtp" in kind else "eagle3", "num_speculative_tokens": 4}
+    params, prompt, found = SamplingParams(max_tokens=14, ignore_eos=True, logprobs=1), [7, 30, 200] * 24, []
+    for kept in ({"prefix_cache_dir": tmp_path / "kept"},) * 2 + ({"enable_prefix_caching": False},):
+        with opened(bundle, 2, speculative_config=config, **kept) as engine:
+            found += engine.generate([prompt], params, drafter="head")
+    first, again, alone = [(each.token_ids, each.logprobs, each.stats.accepted_lengths) for each in found]
+    assert again == first == alone
+    assert found[0].stats.cached_tokens == 0
+    assert found[1].stats.cached_tokens >= len(prompt) - 8

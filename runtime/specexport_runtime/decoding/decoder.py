@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from specexport_runtime.decoding.memory_budget import MemoryBudget
 from specexport_runtime.decoding.pace import Pace
+from specexport_runtime.decoding.prefix_files import PrefixFolder
 from specexport_runtime.decoding.rows import Slots
 from specexport_runtime.decoding.schedule import Scheduler
 from specexport_runtime.decoding.verify import (
@@ -57,9 +58,12 @@ class Decoder:
         reuses_prefixes: bool = False,
         pace: Pace | None = None,
         memory: MemoryBudget | None = None,  # None: only the number of cache rows is bounded
+        folder: PrefixFolder | None = None,  # where the texts are that rows keep, too
     ) -> None:
         self.target, self.drafter, self.lengths = target, drafter, lengths
-        self.slots = Slots(target, drafter, max_num_seqs=max_num_seqs, memory=memory, reuses_prefixes=reuses_prefixes)
+        self.slots = Slots(
+            target, drafter, max_num_seqs=max_num_seqs, memory=memory, reuses_prefixes=reuses_prefixes, folder=folder
+        )
         self.scheduler = Scheduler(self.slots, max_num_batched_tokens=max_num_batched_tokens, pace=pace)
         self.tracer, self.observers = tracer or RoundTracer(), Observers()
         self.times, self.padding = PhaseTimes(), PaddingStats()

@@ -56,9 +56,9 @@ class MemoryBudget:
         slack: int = 0,
         max_model_len: int | None = None,
     ) -> None:
-        self._runners = [runner for runner in runners if not runner.executor.borrows_cache]
+        self.runners = [runner for runner in runners if not runner.executor.borrows_cache]
         self.limit, self._slack = limit, slack  # bytes, None for no limit; entries beyond a request's tokens
-        self._most = min(runner.kv.capacity for runner in self._runners) - slack  # tokens of a request at most
+        self._most = min(runner.kv.capacity for runner in self.runners) - slack  # tokens of a request at most
         if max_model_len is not None:
             self._most = min(self._most, max_model_len)
         self._held: dict[int, Holding] = {}
@@ -66,7 +66,7 @@ class MemoryBudget:
             self._check_limit(limit)
 
     def _check_limit(self, limit: int) -> None:
-        if not all(runner.gives_back for runner in self._runners):
+        if not all(runner.gives_back for runner in self.runners):
             raise InvalidRequestError(
                 "kv_cache_memory_bytes is set, and this engine cannot give memory of its KV cache back.",
                 "leave it out; max_num_seqs and max_model_len then bound the cache.",
@@ -83,8 +83,8 @@ class MemoryBudget:
     def _holding(self, tokens: int) -> Holding:
         """A request of so many tokens, with a draft after it, in the caches of each model."""
         most = min(tokens, self._most)
-        entries = [min(int(most * runner.stretch) + self._slack, runner.kv.capacity) for runner in self._runners]
-        each = zip(self._runners, entries, strict=True)
+        entries = [min(int(most * runner.stretch) + self._slack, runner.kv.capacity) for runner in self.runners]
+        each = zip(self.runners, entries, strict=True)
         return Holding(tuple(entries), sum([runner.row_bytes(count) for runner, count in each]))
 
     def need(self, req: Request) -> Holding:
@@ -117,7 +117,7 @@ class MemoryBudget:
 
     def max_entries(self, row: int) -> int:
         """Entries that the target may write to a row."""
-        capacity, held = self._runners[0].kv.capacity, self._held.get(row)
+        capacity, held = self.runners[0].kv.capacity, self._held.get(row)
         return capacity if self.limit is None or held is None else held.entries[0]
 
     def reserve(self, req: Request) -> None:
@@ -127,9 +127,13 @@ class MemoryBudget:
 
     def keep(self, row: int, num_tokens: int) -> None:
         """A text of so many tokens stays in a row, with its entries."""
-        entries = (num_tokens, *(runner.kv.kv_len(row) for runner in self._runners[1:]))
-        each = zip(self._runners, entries, strict=True)
+        entries = (num_tokens, *(runner.kv.kv_len(row) for runner in self.runners[1:]))
+        each = zip(self.runners, entries, strict=True)
         self._held[row] = Holding(entries, sum([runner.row_bytes(count) for runner, count in each]))
+
+    def entries_of(self, row: int) -> tuple[int, ...]:
+        """Cache entries of each model that a row is held for; may be asked from any thread."""
+        return self._held.get(row, _NOTHING).entries
 
     def free(self, row: int) -> None:
         """Nobody holds a row any more."""
@@ -155,17 +159,17 @@ class MemoryBudget:
                 return
             if use.spare:
                 held = self._held.get(use.row, _NOTHING)
-                for i, runner in enumerate(self._runners):
+                for i, runner in enumerate(self.runners):
                     runner.release_pages(use.row, held.entries[i] if held.entries else 0)
                 over -= use.spare
 
     def _uses(self) -> "list[_Use]":
         uses = []
-        for row in range(self._runners[0].kv.num_rows):
-            touched, held = [runner.kv.touched(row) for runner in self._runners], self._held.get(row, _NOTHING)
+        for row in range(self.runners[0].kv.num_rows):
+            touched, held = [runner.kv.touched(row) for runner in self.runners], self._held.get(row, _NOTHING)
             if any(touched) or held.entries:
                 wanted = held.entries or (0,) * len(touched)
-                each = list(zip(self._runners, touched, wanted, strict=True))
+                each = list(zip(self.runners, touched, wanted, strict=True))
                 resident = sum([runner.row_bytes(count) for runner, count, _ in each])
                 used = sum([runner.row_bytes(min(count, most)) for runner, count, most in each])
                 uses.append(_Use(row, held.num_bytes + resident - used, resident - used))
@@ -174,8 +178,8 @@ class MemoryBudget:
     @property
     def resident_bytes(self) -> int:
         """Bytes of the rows that were written to and not given back; may be asked from any thread."""
-        rows = range(self._runners[0].kv.num_rows)
-        return sum([runner.row_bytes(runner.kv.touched(row)) for runner in self._runners for row in rows])
+        rows = range(self.runners[0].kv.num_rows)
+        return sum([runner.row_bytes(runner.kv.touched(row)) for runner in self.runners for row in rows])
 
     def check(self) -> None:
         """Assert that what rows are held for, and what else is resident, is within the limit; else SpecexportError."""

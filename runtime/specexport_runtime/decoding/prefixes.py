@@ -32,6 +32,8 @@ class KeptText:
     drafts: Any  # what the drafter has of the row
     used: int  # when it was last used, in admissions
     is_pinned: bool = False  # it stays, whatever comes
+    placed: int = 0  # how often it was put into a row: whoever copies from there sees that it was moved
+    unwritten: int | None = None  # tokens that no file has; None: nobody has looked
 
 
 class PrefixMatch(NamedTuple):
@@ -59,7 +61,11 @@ class PrefixCounts:
 
 
 class KeptTexts(dict[int, KeptText]):
-    """The kept texts by row."""
+    """The kept texts by row. A text leaves before its row is written to, and comes when that is done."""
+
+    def __setitem__(self, row: int, kept: KeptText) -> None:
+        kept.placed += 1
+        super().__setitem__(row, kept)
 
     @property
     def num_entries(self) -> int:

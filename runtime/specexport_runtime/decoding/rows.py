@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from specexport_runtime.decoding.memory_budget import MemoryBudget
+from specexport_runtime.decoding.prefix_files import PrefixFolder
+from specexport_runtime.decoding.prefix_store import PrefixStore
 from specexport_runtime.decoding.prefixes import (
     MIN_REUSED,
     WORTH_WAITING,
@@ -46,6 +48,7 @@ class Slots:
         max_num_seqs: int | None = None,  # that run at a time; None takes all cache rows of the target
         memory: MemoryBudget | None = None,  # None: only the number of cache rows is bounded
         reuses_prefixes: bool = False,
+        folder: PrefixFolder | None = None,  # where kept texts are, too
     ) -> None:
         num_rows = target.executor.num_rows
         self.target, self.drafter = target, drafter
@@ -55,6 +58,7 @@ class Slots:
         self.placed: list[Request | None] = []  # by row; None is a hole
         self._arrivals: dict[int, Request] = {}  # the same by age
         self.kept, self.counts = KeptTexts(), PrefixCounts()
+        self.stored = None if folder is None else PrefixStore(folder, self.memory, self.kept)
         self._clock = 0  # admissions
         self.preemptions = 0  # not told to observers yet
 
@@ -124,9 +128,29 @@ class Slots:
         return [*(row for req in running if (row := req.row) != NO_ROW), *self.kept.pinned_rows]
 
     def should_wait(self, req: Request) -> bool:
-        """Whether a request should wait: another is reading a beginning that both have, and will have it soon."""
+        """Whether a request should wait: more of its beginning is being read, by another request or from a file."""
         if not self.reuses_prefixes or req.row_scope is None or req.is_scored:
             return False
+        return self._is_coming(req) or self._is_read(req)
+
+    def _is_read(self, req: Request) -> bool:
+        """Whether a file is being read that may have more of a request's text than any row."""
+        if self.stored is None or not self.fits(req):
+            return False
+        whole = self.drafter.restored(dict.fromkeys(self.memory.runners, len(req.tokens)))
+        if not self.drafter.usable(req, whole, len(req.tokens)):  # the target must read it
+            return False
+        return self.stored.is_reading(
+            req, lambda: found.reused if (found := self._find_longest(req)) else 0, is_idle=not self.running
+        )
+
+    def forget_stored(self, req: Request) -> None:
+        """A request needs nothing from files any more."""
+        if self.stored is not None:
+            self.stored.forget(req)
+
+    def _is_coming(self, req: Request) -> bool:
+        """Whether another request is reading a beginning that both have, and will have it soon."""
         prompt = np.asarray(req.tokens, np.int64)
         coming, there = 0, 0
         for other in self.running:
@@ -153,6 +177,7 @@ class Slots:
         if not req.stats.preemptions:
             req.stats.start_time = time.perf_counter()
         self._start_request(req)
+        self.forget_stored(req)
         self._note_read(req)
 
     def pause(self, req: Request) -> int:
@@ -187,6 +212,8 @@ class Slots:
         self.kept[req.row] = KeptText(tokens, scope, self.drafter.snapshot(req), self._clock, req.is_pinned)
         self.target.forget_row(req.row)
         self.drafter.forget_row(req.row)
+        if self.stored is not None:
+            self.stored.note_kept(count)
         return True
 
     def close_holes(self) -> None:
@@ -200,9 +227,9 @@ class Slots:
 
     def clear(self) -> None:
         """Forget every row and every text."""
-        self.target.reset()
         for row in tuple(self.kept):
             self._drop(row)
+        self.target.reset()
 
     def _start_request(self, req: Request) -> None:
         self._clock += 1
@@ -228,7 +255,9 @@ class Slots:
         elif (place := self._vacate(req.row, but=source)) is not None and source == req.row:
             source = place
         self.memory.reserve(req)
-        if source != req.row:
+        if source == NO_ROW and self.stored is not None:
+            self.stored.put(req)
+        elif source != req.row:
             self.target.copy_row(source, req.row, found.reused)
             self.drafter.copy_row(source, req.row, found.drafts)
             self.counts.copied += found.reused
@@ -263,10 +292,9 @@ class Slots:
         """What a request would go on from; None if no row has enough of its text."""
         prompt = np.asarray(req.tokens, np.int64)
         best: PrefixMatch | None = None
-        for row, kept, tokens, drafts in self._iter_texts(req):
+        for row, least, kept, tokens, drafts in self._iter_texts(req):
             common = count_common(prompt, tokens)
             reused = min(common, len(prompt) - 1)  # the last token is read again: its logits are wanted
-            least = max(MIN_REUSED, self.target.min_reusable_len(row))
             if reused < least or (best is not None and reused < best.reused):
                 continue
             given = self.drafter.snapshot(drafts) if isinstance(drafts, Request) else drafts
@@ -277,15 +305,22 @@ class Slots:
                 best = PrefixMatch(common, reused, row, given, kept)
         return best
 
-    def _iter_texts(self, req: Request) -> Iterator[tuple[int, KeptText | None, Int64Array, Any]]:
-        """Row, what is kept, tokens, and what the drafter has, of every text that a request may go on from."""
+    def _iter_texts(self, req: Request) -> Iterator[tuple[int, int, KeptText | None, Int64Array, Any]]:
+        """Of every text that a request may go on from: row, least tokens, what is kept, tokens, what the drafter has.
+
+        What was read from a file has no row yet.
+        """
         for row, kept in self.kept.items():
             if kept.scope == req.row_scope:
-                yield row, kept, kept.tokens, kept.drafts
+                yield row, max(MIN_REUSED, self.target.min_reusable_len(row)), kept, kept.tokens, kept.drafts
         for other in self.running:
             count = self.num_read(other)
             if other is not req and count and other.row_scope == req.row_scope:
-                yield other.row, None, np.asarray(other.tokens[:count], np.int64), other
+                tokens = np.asarray(other.tokens[:count], np.int64)
+                yield other.row, max(MIN_REUSED, self.target.min_reusable_len(other.row)), None, tokens, other
+        if self.stored is not None and (text := self.stored.text_of(req)) is not None:
+            drafts = self.drafter.restored(self.stored.entries(req, text))
+            yield NO_ROW, text.rows[0].min_reusable_len, None, text.tokens, drafts
 
     def _move(self, source: int, destination: int) -> None:
         """A request's caches go to another row; a text that is kept there takes the place of them."""

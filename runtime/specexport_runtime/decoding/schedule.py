@@ -129,6 +129,7 @@ class Scheduler:
 
     def retire(self, req: Request) -> None:
         """A request gives its row back, or its place in the queue."""
+        self.slots.forget_stored(req)
         if req.row == NO_ROW:
             self.waiting.remove(req)
         else:

@@ -5,7 +5,7 @@ user's is a class that inherits from :class:`Drafter`, given as ``SpecEngine.loa
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport_runtime.requests.records import DrafterTraits, DraftPrefix, Proposal
@@ -129,6 +129,13 @@ class Drafter(ABC):
         """What it has of a request's row, between rounds, never None.
 
         What becomes of the request later does not change it.
+        """
+        return ()
+
+    def restored(self, entries: "Mapping[ModelRunner, int]") -> Any:
+        """What :meth:`snapshot` gives of a row in which models have so many entries, and of which nothing else is left.
+
+        A model without an entry here has none in the row.
         """
         return ()
 

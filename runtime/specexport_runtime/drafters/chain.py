@@ -9,6 +9,7 @@ from specexport_runtime.drafters.forced import BegunDrafts, begin_drafts, shorte
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.lookahead.controller import Controller
+from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import Allowed, Asked, Proposal
 from specexport_runtime.requests.request import Request
 
@@ -160,6 +161,10 @@ class ChainDrafter(Drafter):
     def snapshot(self, request: Request) -> Mapping[str, Any]:
         """What each drafter has of a request's row, by name; see ``Drafter.snapshot``."""
         return {name: drafter.snapshot(request) for name, drafter in self.drafters.items()}
+
+    def restored(self, entries: Mapping[ModelRunner, int]) -> Mapping[str, Any]:
+        """What each drafter has of such a row, by name; see ``Drafter.restored``."""
+        return {name: drafter.restored(entries) for name, drafter in self.drafters.items()}
 
     def usable(self, request: Request, kept: Mapping[str, Any], count: int) -> int:
         """How many of ``count`` common tokens the request's drafters can go on from; see ``Drafter.usable``."""

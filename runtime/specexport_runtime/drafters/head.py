@@ -31,7 +31,7 @@ cache, if a decoder layer is in front of the heads. A later step is fed all toke
 hidden state that the first one handed on. Of these nothing stays: the next step begins where they did.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -217,6 +217,11 @@ class HeadDrafter(OwnCacheDrafter):
         if held is None or held.start != entries:
             return _Snapshot(entries, PendingFeatures(entries))
         return _Snapshot(entries, held.copy())
+
+    def restored(self, entries: Mapping[ModelRunner, int]) -> Any:
+        """See ``Drafter.restored``."""
+        count = super().restored(entries)
+        return _Snapshot(count, PendingFeatures(count))
 
     def usable(self, request: Request, kept: Any, count: int) -> int:
         """See ``Drafter.usable``: the head goes on only after the last token that it has the feature of.

@@ -1,5 +1,6 @@
 """What drafters with a separate engine share: its KV cache, row for row beside the target's."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.drafters.base import Drafter
@@ -61,6 +62,10 @@ class OwnCacheDrafter(Drafter):
     def snapshot(self, request: Request) -> Any:
         """What the cache has of a request's row, between rounds, for :meth:`adopt`: entries."""
         return self.runner.kv.kv_len(request.row)
+
+    def restored(self, entries: Mapping[ModelRunner, int]) -> Any:
+        """See ``Drafter.restored``."""
+        return entries.get(self.runner, 0)
 
     def adopt(self, request: Request, kept: Any, count: int) -> None:
         """A request goes on after ``count`` tokens of a text of which a snapshot was taken and that is in its row."""

@@ -163,6 +163,12 @@ class Executor(ABC):
         """
         raise SpecexportError("rows of this engine cannot be copied.")
 
+    # ---- rows that are written to files ----
+
+    def row_views(self, row: int, kv_len: int, floor: int = 0) -> "list[npt.NDArray[Any]]":
+        """The memory of what is left of a row's first entries in every layer, [H, entries, D], then of its states."""
+        raise SpecexportError("rows of this engine cannot be stored.")
+
     # ---- memory of rows ----
 
     gives_back: bool = False
@@ -341,6 +347,7 @@ class EngineBackend(NamedTuple):
         has_padded_kv: bundles have graphs for caches that hold padding entries.
         has_gates: layers of a target can be switched off, for drafting with the target itself.
         copies_rows: rows can be copied, and keep what they have when nobody runs in them: prefixes can be reused.
+        stores_rows: rows can be written to files: kept prefixes can survive their engine.
         gives_back: memory of rows that is of no use can go back to the system: the KV cache can have a budget.
         same_bits: a token's logits have the same bits, whatever else is in a step and however its prompt was cut.
         modules: Python modules that running needs.
@@ -352,6 +359,7 @@ class EngineBackend(NamedTuple):
     has_padded_kv: bool = False
     has_gates: bool = False
     copies_rows: bool = False
+    stores_rows: bool = False
     gives_back: bool = False
     same_bits: bool = False
     modules: tuple[str, ...] = ()

@@ -292,6 +292,7 @@ BACKEND = EngineBackend(
     has_padded_kv=True,
     has_gates=True,
     copies_rows=True,
+    stores_rows=True,
     gives_back=CAN_GIVE_BACK,
     same_bits=True,
     modules=("onnxruntime",),

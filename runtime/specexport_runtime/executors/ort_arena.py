@@ -195,6 +195,14 @@ class ArenaRows(Executor):
         for state in self._states.values():
             state[[one, other]] = state[[other, one]]
 
+    def row_views(self, row: int, kv_len: int, floor: int = 0) -> list[npt.NDArray[Any]]:
+        """See ``Executor.row_views``."""
+        caches = self._caches.items()
+        entries = [
+            cache[row, 0, :, min(self._find_first_readable(name, floor), kv_len) : kv_len] for name, cache in caches
+        ]
+        return entries + [state[row] for state in self._states.values()]
+
     def clear_row(self, row: int) -> None:
         """Empty a row's states. Attention reads no entry beyond a row's length."""
         for state in self._states.values():

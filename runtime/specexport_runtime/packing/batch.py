@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
@@ -50,6 +51,20 @@ class RowWork(NamedTuple):
     asks: Sequence[RowAsk] = ()  # of its rows of logits, in order; those without are asked nothing
     # Of the row's last tokens, how many places before each its parent stands; the others follow each other.
     parents: Sequence[int] = ()
+
+
+class RowCopy(NamedTuple):
+    """What a cache row of one model had."""
+
+    entries: int
+    floor: int  # see ``Executor.recedes``
+    state_len: int  # tokens that its state has
+    arrays: list[npt.NDArray[Any]]  # as ``Executor.row_views`` gives them
+
+    @property
+    def min_reusable_len(self) -> int:
+        """Tokens that another text must share to go on from it."""
+        return max(self.floor, self.state_len)
 
 
 IDLE = RowWork((), 0)
@@ -359,6 +374,21 @@ class ModelRunner:
             self.executor.copy_row(source, destination, count, self._floors[source])
             self.kv.mark_written(destination, count)
             self._note_copy(source, destination)
+
+    def take_copy(self, row: int, count: int) -> RowCopy:
+        """Copy a row's first ``count`` entries out of the cache; any thread, if nothing writes to the row."""
+        floor, state_len = self._floors[row], self._state_lens[row]
+        arrays = [view.copy() for view in self.executor.row_views(row, count, floor)]
+        return RowCopy(count, floor, state_len, arrays)
+
+    def put_copy(self, row: int, copy: RowCopy, count: int) -> None:
+        """Put the first ``count`` entries of a copy into a row that nobody uses; no length changes."""
+        for view, array in zip(self.executor.row_views(row, count, copy.floor), copy.arrays, strict=True):
+            view[:] = array[tuple(map(slice, view.shape))]
+        self.kv.mark_written(row, count)
+        self._floors[row], self._state_lens[row] = copy.floor, copy.state_len
+        if self._recedes:
+            self.executor.recede(row, copy.floor)
 
     def _note_copy(self, source: int, destination: int) -> None:
         for each in (self._floors, self._state_lens):

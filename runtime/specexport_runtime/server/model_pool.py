@@ -302,6 +302,11 @@ class ModelPool(ServerState):
                 model.change.cancel()
         return all(await asyncio.gather(*[service.drain(timeout) for service in self._ending]))
 
+    def limit_flush(self, seconds: float) -> None:
+        """See ``AsyncSpecEngine.limit_flush``; they are closed side by side."""
+        for service in self._ending:
+            service.limit_flush(seconds)
+
     async def aclose(self, timeout: float | None = None) -> None:
         """Drain, then close all."""
         await self.drain(timeout)

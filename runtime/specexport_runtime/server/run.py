@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -59,7 +60,7 @@ class _ServerRun:
             await serving
         if engine is None:
             _exit_process(0)  # the thread that loads cannot be told to stop
-        await _wait_or_exit(engine.aclose(0), _STUCK_S)
+        await _wait_or_exit(engine.aclose(0), self._config.drain_timeout_s + _STUCK_S)
         if engine.has_work_aside:
             _exit_process(0)  # the interpreter would wait for it
         return 0
@@ -98,10 +99,11 @@ class _ServerRun:
 
     async def _drain(self, engine: AsyncSpecEngine | ModelPool) -> None:
         self._app.state.server.draining = True
-        limit = self._config.drain_timeout_s
+        limit, began = self._config.drain_timeout_s, time.monotonic()
         _log.info("Draining: %d sequences go on for up to %g s.", engine.num_active, limit)
         if not await _wait_or_exit(engine.drain(limit), limit + _STUCK_S):
             _log.warning("Drain: what was left after %g s was cancelled.", limit)
+        engine.limit_flush(max(0.0, began + limit - time.monotonic()))
 
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()
