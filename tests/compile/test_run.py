@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -271,7 +272,11 @@ def test_other_commands_take_checkpoints_too(run, run_cli, builds, target, monke
     from specexport_runtime.cli import serve
 
     served = []
-    monkeypatch.setattr(serve, "_import_run", lambda: lambda bundle, config, _: served.append((bundle, config)) or 0)
+    fake = SimpleNamespace(
+        SpecEngine=SimpleNamespace(load=print),
+        run_server=lambda load, config: served.append((load.args[0], config)) or 0,
+    )
+    monkeypatch.setattr(serve, "_import_run", lambda: fake)
     assert run_cli("serve", target).exit_code == 0
     assert run_cli("generate", target, "def f(", "--max-tokens", 4).stdout == run().stdout
     ((bundle, config),) = served
