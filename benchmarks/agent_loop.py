@@ -40,7 +40,13 @@ def run_turns(port: int, messages: list[Any], turns: range) -> list[dict[str, fl
     for turn in turns:
         start = time.perf_counter()
         answer = client.chat.completions.create(
-            model="model", messages=messages, tools=[TOOL], tool_choice="required", temperature=0, max_tokens=80
+            model="model",
+            messages=messages,
+            tools=[TOOL],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=80,
         )
         seconds, usage = time.perf_counter() - start, answer.usage
         call = answer.choices[0].message.tool_calls[0]
