@@ -16,7 +16,7 @@ from specexport_runtime.server.answer_format import ChatFormat, Header
 from specexport_runtime.server.answer_schema import ChatAnswer
 from specexport_runtime.server.completions import answer
 from specexport_runtime.server.conversation import ParsedConversation
-from specexport_runtime.server.parsing import request_body, responses
+from specexport_runtime.server.openapi import request_body, responses
 from specexport_runtime.server.protocol import ChatRequest
 from specexport_runtime.server.token_text import TokenTexts
 from specexport_runtime.server.translate import RequestPlan, plan_chat

@@ -14,7 +14,8 @@ from specexport_runtime.server.answer import Answer, AnswerForm, PreparedRequest
 from specexport_runtime.server.answer_format import CompletionFormat, Header
 from specexport_runtime.server.answer_schema import CompletionAnswer
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.parsing import parse_body, read_request_body, request_body, responses
+from specexport_runtime.server.openapi import request_body, responses
+from specexport_runtime.server.parsing import parse_body, read_request_body
 from specexport_runtime.server.prompt_tokens import run_beside_event_loop
 from specexport_runtime.server.protocol import CompletionRequest, Sampling
 from specexport_runtime.server.request_log import RequestLog

@@ -19,7 +19,7 @@ from specexport_runtime.server.conversation import make_dialect, read_conversati
 from specexport_runtime.server.errors import ApiError, invalid_error, over_limit_error, shown, unsupported_error
 from specexport_runtime.server.messages_format import MessagesFormat
 from specexport_runtime.server.messages_schema import MESSAGES_ERRORS, MessageAnswer, TokenCount
-from specexport_runtime.server.parsing import request_body, responses
+from specexport_runtime.server.openapi import request_body, responses
 from specexport_runtime.server.prompt_tokens import check_length
 from specexport_runtime.server.protocol import MAX_ITEMS, ChatRequest, Sampling
 from specexport_runtime.server.tokens import answer_beside_event_loop

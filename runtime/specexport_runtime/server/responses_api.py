@@ -12,7 +12,7 @@ from specexport_runtime.server.chat_names import ChatNames
 from specexport_runtime.server.completions import answer
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid_error, over_limit_error, unsupported_error
-from specexport_runtime.server.parsing import request_body, responses
+from specexport_runtime.server.openapi import request_body, responses
 from specexport_runtime.server.protocol import MAX_ITEMS, ChatRequest, Sampling
 from specexport_runtime.server.responses_format import ResponsesFormat
 from specexport_runtime.server.responses_protocol import (

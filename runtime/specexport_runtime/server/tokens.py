@@ -19,7 +19,8 @@ from specexport_runtime.server.conversation import make_dialect, read_prompt, re
 from specexport_runtime.server.errors import ERROR_RESPONSES, invalid_error
 from specexport_runtime.server.messages_protocol import CountTokensRequest
 from specexport_runtime.server.models import resolve_adapter
-from specexport_runtime.server.parsing import parse_body, read_request_body, request_body
+from specexport_runtime.server.openapi import request_body
+from specexport_runtime.server.parsing import parse_body, read_request_body
 from specexport_runtime.server.prompt_tokens import check_length, encode, run_beside_event_loop
 from specexport_runtime.server.protocol import MAX_ITEMS, Message, PromptEnd, StrictModel, TokenIds, Tools
 from specexport_runtime.server.state import ServerState, state_of
