@@ -79,7 +79,7 @@ class PrefixFolder:
         """How many of a text's tokens each file has that it can go on from, most first; the first counts as used."""
         found = []
         for name in names:
-            if name not in self._heads and (head := self._measure_curve_point(name, lambda _, *head: head)):
+            if name not in self._heads and (head := self._look_into(name, lambda _, *head: head)):
                 self._heads[name] = max(head[0]["rows"][0][1:3]), head[1]
             least, known = self._heads.get(name, (1, tokens[:0]))
             if (common := count_common(tokens, known)) >= max(least, 1):
@@ -95,7 +95,7 @@ class PrefixFolder:
 
     def read(self, name: str) -> StoredText | None:
         """A whole file; None if it is damaged or gone."""
-        return self._measure_curve_point(name, self._whole)
+        return self._look_into(name, self._whole)
 
     def write(self, scope: Scope, text: StoredText) -> int:
         """Write a text to a file; its bytes, 0 if it is larger than the folder may be. OSError if it fails."""
@@ -127,7 +127,7 @@ class PrefixFolder:
             made.update(part)
         return made.hexdigest()
 
-    def _measure_curve_point(self, name: str, use: Callable[[Any, Any, Int64Array], T]) -> T | None:
+    def _look_into(self, name: str, use: Callable[[Any, Any, Int64Array], T]) -> T | None:
         """What ``use`` makes of a file, its header and tokens; None if it is gone, or damaged: then it is removed."""
         path = self._path / name
         try:
