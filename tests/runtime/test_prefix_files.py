@@ -20,7 +20,7 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.open import find_engine_backend
 from specexport_runtime.executors.ort_arena import ArenaRows
 from specexport_runtime.packing.batch import RowCopy
-from tests.support.cases.patience import wait_until
+from tests.support.cases.patience import HANG_S, wait_until
 from tests.support.fakes.rounds import opened
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n" * 3
@@ -259,6 +259,27 @@ def test_the_folder_is_this_users_alone(demo_bundle: Path, folder: Path) -> None
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     assert len(list(folder.iterdir())) == 2
+
+
+def test_engines_that_open_a_new_folder_at_once_have_one_secret(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, exists = threading.Barrier(2), Path.exists
+
+    def seen(path: Path) -> bool:
+        found = exists(path)
+        both.wait(HANG_S)
+        return found
+
+    monkeypatch.setattr(Path, "exists", seen)
+    names: list[str] = []
+    make = lambda: names.append(PrefixFolder(folder, 2**20, "engine")._beginning(SCOPE, np.arange(99)))  # noqa: E731
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+    monkeypatch.undo()
+    assert {*names, PrefixFolder(folder, 2**20, "engine")._beginning(SCOPE, np.arange(99))} == {names[1]}
+    assert [path.name for path in folder.iterdir()] == ["secret"]
 
 
 @pytest.mark.parametrize("trouble", ["open", "file", "secret", "short secret", "stranger"])

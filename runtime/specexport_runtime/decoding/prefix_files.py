@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -185,8 +186,25 @@ def _secret_in(folder: Path) -> bytes:
     """The folder's secret, made if it has none; OSError if it is damaged, or others could have read it."""
     path = folder / "secret"
     if not path.exists():
-        replace_file(path, lambda file: file.write(secrets.token_bytes(_SECRET_BYTES)))
+        _make_secret(path)
     known, status = path.read_bytes(), path.stat()
     if len(known) != _SECRET_BYTES or not is_private(status) or (os.name == "posix" and status.st_mode & 0o077):
         raise PermissionError(0, "its file 'secret' is damaged, or others may read it: remove that file")
     return known
+
+
+def _make_secret(path: Path) -> None:
+    """Write a new secret; one that another engine wrote meanwhile stays, as its files have names by that."""
+    handle, made = tempfile.mkstemp(prefix=".secret.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_bytes(_SECRET_BYTES))
+        try:
+            os.link(made, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            os.replace(made, path)
+    finally:
+        with suppress(OSError):
+            os.unlink(made)
