@@ -395,6 +395,22 @@ def test_closing_takes_no_longer_than_it_may(demo_bundle, folder, monkeypatch) -
     assert files(folder) == []
 
 
+def test_who_is_in_a_hurry_ends_a_closing_that_has_begun(demo_bundle, folder, monkeypatch) -> None:
+    monkeypatch.setattr(prefix_store.PrefixStore, "note_kept", lambda *_: None)
+    write, engines = PrefixFolder.write, []
+
+    def hurried(*args: Any) -> int:
+        engines[0].flush_s = 0
+        return write(*args)
+
+    monkeypatch.setattr(PrefixFolder, "write", hurried)
+    with opened(demo_bundle, prefix_cache_dir=folder) as engine:
+        engines.append(engine)
+        ask(engine, TEXT, count=1)
+        ask(engine, OTHER, count=1)
+    assert len(files(folder)) == 1
+
+
 def test_others_are_decoded_while_a_file_is_read(demo_bundle, filled, monkeypatch) -> None:
     """And who goes away while it is waited for leaves nothing after."""
     may_read, asked = threading.Event(), threading.Event()

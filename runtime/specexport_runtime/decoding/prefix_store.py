@@ -27,6 +27,7 @@ WORTH_WRITING = 1 / 4
 MAX_WAIT_S = 10.0
 """For a file; a disk that takes longer is of no use, and requests go on without it."""
 _IDLE_WAIT_S = 0.01
+_CLOSING_WAIT_S = 0.1
 
 
 class PrefixStore:
@@ -81,14 +82,17 @@ class PrefixStore:
         if self._asker is req:
             self._asker = self._text = None
 
-    def flush(self, seconds: float) -> None:
-        """Write whatever is not written yet, the newest first, while there is time; nothing is decoded any more."""
-        deadline = monotonic() + seconds
+    def flush(self, seconds: Callable[[], float]) -> None:
+        """Write whatever is not written yet, the newest first, while there is time; nothing is decoded any more.
+
+        ``seconds`` are asked for again before each text: they may become fewer.
+        """
+        began = monotonic()
         self._closing.set()
-        if self._writer.is_alive():
-            self._writer.join(seconds)
+        while self._writer.is_alive() and (left := began + seconds() - monotonic()) > 0:
+            self._writer.join(min(left, _CLOSING_WAIT_S))
         for kept in sorted(self._kept.values(), key=lambda each: each.used, reverse=True):
-            if kept.unwritten != 0 and monotonic() < deadline:
+            if kept.unwritten != 0 and monotonic() < began + seconds():
                 self._write(kept, MIN_REUSED)
 
     def _read(self, req: Request, names: list[str], tokens: Int64Array, least: int) -> None:

@@ -104,6 +104,7 @@ class ModelPool(ServerState):
         self._changed = asyncio.Event()  # set, and made anew, whenever room may have come
         self._reading = SideWork("specexport-models")
         self._ending: list[AsyncSpecEngine] = []
+        self._closing: list[AsyncSpecEngine] = []
 
     def _add(self, name: str, bundle: Path) -> None:
         manifest, asked = load_manifest(bundle), self._options.max_model_len
@@ -254,11 +255,13 @@ class ModelPool(ServerState):
                 await service.aclose(0)
             except Exception as error:
                 _log.error("Model %s could not be closed.", model.name, exc_info=error)
+            self._closing.remove(service)
             model.phase, model.change = "closed", None
             _log.info("Closed %s.", model.name)
             self._note_rest(model)
 
         service, model.phase = model.state.drop_engine(), "closing"
+        self._closing.append(service)
         model.change = asyncio.create_task(end())
 
     def _note_rest(self, model: _Model) -> None:
@@ -303,8 +306,8 @@ class ModelPool(ServerState):
         return all(await asyncio.gather(*[service.drain(timeout) for service in self._ending]))
 
     def limit_flush(self, seconds: float) -> None:
-        """See ``AsyncSpecEngine.limit_flush``; they are closed side by side."""
-        for service in self._ending:
+        """See ``AsyncSpecEngine.limit_flush``; they are closed side by side, and some may be already."""
+        for service in (*self._ending, *self._closing):
             service.limit_flush(seconds)
 
     async def aclose(self, timeout: float | None = None) -> None:
