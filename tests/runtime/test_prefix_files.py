@@ -411,6 +411,27 @@ def test_who_is_in_a_hurry_ends_a_closing_that_has_begun(demo_bundle, folder, mo
     assert len(files(folder)) == 1
 
 
+def test_a_writer_that_comes_late_writes_nothing_of_a_closed_engine(demo_bundle, folder, monkeypatch) -> None:
+    asked, closed = threading.Event(), threading.Event()
+    compare = PrefixFolder.compare
+
+    def slow(*args: Any) -> Any:
+        asked.set()
+        assert closed.wait(HANG_S)
+        return compare(*args)
+
+    monkeypatch.setattr(PrefixFolder, "compare", slow)
+    with opened(demo_bundle, prefix_cache_dir=folder) as engine:
+        wanted = ask(engine, TEXT).token_ids
+        assert asked.wait(HANG_S)
+        store, engine.flush_s = engine._loop.decoder.slots.stored, 0
+    closed.set()
+    wait_until(lambda: not store._writer.is_alive())
+    assert files(folder) == []
+    with opened(demo_bundle, prefix_cache_dir=folder) as engine:
+        assert ask(engine, TEXT).token_ids == wanted
+
+
 def test_others_are_decoded_while_a_file_is_read(demo_bundle, filled, monkeypatch) -> None:
     """And who goes away while it is waited for leaves nothing after."""
     may_read, asked = threading.Event(), threading.Event()

@@ -40,6 +40,7 @@ class PrefixStore:
         self._text: StoredText | None = None
         self._began = 0.0
         self._closing = threading.Event()
+        self._copying, self._has_rows = threading.Lock(), True  # the lock is held while rows are read
 
     def note_kept(self, count: int) -> None:
         """A text of so many tokens is kept, and may be written (decoding thread)."""
@@ -85,7 +86,7 @@ class PrefixStore:
     def flush(self, seconds: Callable[[], float]) -> None:
         """Write whatever is not written yet, the newest first, while there is time; nothing is decoded any more.
 
-        ``seconds`` are asked for again before each text: they may become fewer.
+        ``seconds`` are asked for again before each text: they may become fewer. Rows are not read any more after this.
         """
         began = monotonic()
         self._closing.set()
@@ -94,6 +95,8 @@ class PrefixStore:
         for kept in sorted(self._kept.values(), key=lambda each: each.used, reverse=True):
             if kept.unwritten != 0 and monotonic() < began + seconds():
                 self._write(kept, MIN_REUSED)
+        with self._copying:
+            self._has_rows = False
 
     def _read(self, req: Request, names: list[str], tokens: Int64Array, least: int) -> None:
         try:
@@ -139,8 +142,11 @@ class PrefixStore:
         placed, row = kept.placed, next((row for row, each in tuple(self._kept.items()) if each is kept), None)
         if row is None:
             return None
-        models = zip(self._memory.runners, self._memory.entries_of(row), strict=True)
-        text = StoredText(kept.tokens, [runner.take_copy(row, count) for runner, count in models])
+        with self._copying:
+            if not self._has_rows:  # the engine is closed, and the writer has waited for the disk
+                return None
+            models = zip(self._memory.runners, self._memory.entries_of(row), strict=True)
+            text = StoredText(kept.tokens, [runner.take_copy(row, count) for runner, count in models])
         return text if kept.placed == placed and self._kept.get(row) is kept else None
 
 
