@@ -319,6 +319,24 @@ def test_an_end_in_a_hurry_limits_what_is_closed_already(serve, monkeypatch):
     assert closed == [0.5]
 
 
+def test_who_waits_for_a_model_that_closes_has_it_hurry(serve, monkeypatch):
+    closing, close, seen = threading.Event(), SpecEngine.close, []
+
+    def slow(engine: SpecEngine) -> None:
+        closing.set()
+        wait_until(lambda: engine.flush_s < SpecEngine.flush_s)
+        seen.append(engine.flush_s)
+        close(engine)
+
+    monkeypatch.setattr(SpecEngine, "close", slow)
+    served = serve("cat", "dog", idle_unload_s=0.02)
+    assert post(served, model="cat").status_code == 200
+    assert closing.wait(patience.HANG_S)
+    monkeypatch.setattr(SpecEngine, "close", close)
+    assert post(served, model="cat").status_code == 200
+    assert seen == [model_pool.HURRY_S]
+
+
 def test_one_dead_engine_asks_for_the_end_and_the_others_go_on(serve):
     served = serve("cat", "dog", idle_unload_s=0.02)
     assert post(served, model="cat").status_code == 200
