@@ -44,7 +44,7 @@ class SpecEngine(PromptEncoder):
     """Seconds without a round, while requests are active, after which it counts as dead; longer than any step."""
 
     flush_s = 10.0
-    """Seconds that :meth:`close` may take to write kept texts to ``prefix_cache_dir``."""
+    """Seconds that :meth:`close` may take to write kept texts to ``prefix_cache_dir``; may be set while it does."""
 
     def __init__(self, parts: EngineParts, options: EngineOptions | None = None) -> None:
         made = assemble(parts, options or EngineOptions())
@@ -367,7 +367,7 @@ class SpecEngine(PromptEncoder):
                 except OSError as error:  # everything else is to be released all the same
                     _log.warning("What was generated could not be kept in %s: %s", self._suffixes.file, error)
             if (stored := self._loop.decoder.slots.stored) is not None:
-                stored.flush(self.flush_s)
+                stored.flush(lambda: self.flush_s)
             self._builder.grammars.close()
             self.target.close()
             for runner in self._drafting.values():

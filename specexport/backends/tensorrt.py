@@ -47,7 +47,7 @@ class TensorRt(Backend):
     fixed_sizes = True
 
     def find_head_refusal(self, kind: str, needs: frozenset[HeadNeed], recipe: PartRecipe) -> str | None:
-        """See ``Backend.head_obstacle``."""
+        """See ``Backend.find_head_refusal``."""
         if "later tokens" in needs and recipe.lowering == "plugin":
             return f"the attention plugin is causal, and tokens of a {kind} head see later ones: leave --lowering out"
         return super().find_head_refusal(kind, needs, recipe)

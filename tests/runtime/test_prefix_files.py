@@ -20,7 +20,7 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.open import find_engine_backend
 from specexport_runtime.executors.ort_arena import ArenaRows
 from specexport_runtime.packing.batch import RowCopy
-from tests.support.cases.patience import wait_until
+from tests.support.cases.patience import HANG_S, wait_until
 from tests.support.fakes.rounds import opened
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n" * 3
@@ -261,6 +261,27 @@ def test_the_folder_is_this_users_alone(demo_bundle: Path, folder: Path) -> None
     assert len(list(folder.iterdir())) == 2
 
 
+def test_engines_that_open_a_new_folder_at_once_have_one_secret(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, exists = threading.Barrier(2), Path.exists
+
+    def seen(path: Path) -> bool:
+        found = exists(path)
+        both.wait(HANG_S)
+        return found
+
+    monkeypatch.setattr(Path, "exists", seen)
+    names: list[str] = []
+    make = lambda: names.append(PrefixFolder(folder, 2**20, "engine")._beginning(SCOPE, np.arange(99)))  # noqa: E731
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+    monkeypatch.undo()
+    assert {*names, PrefixFolder(folder, 2**20, "engine")._beginning(SCOPE, np.arange(99))} == {names[1]}
+    assert [path.name for path in folder.iterdir()] == ["secret"]
+
+
 @pytest.mark.parametrize("trouble", ["open", "file", "secret", "short secret", "stranger"])
 def test_a_folder_that_is_not_safe_is_refused(demo_bundle, folder, monkeypatch, trouble) -> None:
     folder.mkdir(mode=0o700)
@@ -372,6 +393,43 @@ def test_closing_takes_no_longer_than_it_may(demo_bundle, folder, monkeypatch) -
         ask(engine, TEXT, count=1)
         engine.flush_s = 0
     assert files(folder) == []
+
+
+def test_who_is_in_a_hurry_ends_a_closing_that_has_begun(demo_bundle, folder, monkeypatch) -> None:
+    monkeypatch.setattr(prefix_store.PrefixStore, "note_kept", lambda *_: None)
+    write, engines = PrefixFolder.write, []
+
+    def hurried(*args: Any) -> int:
+        engines[0].flush_s = 0
+        return write(*args)
+
+    monkeypatch.setattr(PrefixFolder, "write", hurried)
+    with opened(demo_bundle, prefix_cache_dir=folder) as engine:
+        engines.append(engine)
+        ask(engine, TEXT, count=1)
+        ask(engine, OTHER, count=1)
+    assert len(files(folder)) == 1
+
+
+def test_a_writer_that_comes_late_writes_nothing_of_a_closed_engine(demo_bundle, folder, monkeypatch) -> None:
+    asked, closed = threading.Event(), threading.Event()
+    compare = PrefixFolder.compare
+
+    def slow(*args: Any) -> Any:
+        asked.set()
+        assert closed.wait(HANG_S)
+        return compare(*args)
+
+    monkeypatch.setattr(PrefixFolder, "compare", slow)
+    with opened(demo_bundle, prefix_cache_dir=folder) as engine:
+        wanted = ask(engine, TEXT).token_ids
+        assert asked.wait(HANG_S)
+        store, engine.flush_s = engine._loop.decoder.slots.stored, 0
+    closed.set()
+    wait_until(lambda: not store._writer.is_alive())
+    assert files(folder) == []
+    with opened(demo_bundle, prefix_cache_dir=folder) as engine:
+        assert ask(engine, TEXT).token_ids == wanted
 
 
 def test_others_are_decoded_while_a_file_is_read(demo_bundle, filled, monkeypatch) -> None:

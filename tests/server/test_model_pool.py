@@ -11,9 +11,9 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.server import model_pool
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.model_pool import ModelPool
@@ -296,6 +296,45 @@ def test_a_drain_ends_what_waits_and_finishes_what_runs(serve):
     assert served.pool.has_work_aside  # it opens still
     opened.held["dog"].set()
     wait_until(lambda: not served.pool.has_work_aside)
+
+
+def test_an_end_in_a_hurry_limits_what_is_closed_already(serve, monkeypatch):
+    closing, may_close, closed = threading.Event(), threading.Event(), []
+    close = SpecEngine.close
+
+    def slow(engine: SpecEngine) -> None:
+        closing.set()
+        assert may_close.wait(patience.HANG_S)
+        closed.append(engine.flush_s)
+        close(engine)
+
+    monkeypatch.setattr(SpecEngine, "close", slow)
+    served = serve("cat", "dog", idle_unload_s=0.02)
+    assert post(served, model="cat").status_code == 200
+    assert closing.wait(patience.HANG_S)
+    served.call(served.pool.drain(60))
+    served.pool.limit_flush(0.5)
+    may_close.set()
+    wait_until(lambda: closed)
+    assert closed == [0.5]
+
+
+def test_who_waits_for_a_model_that_closes_has_it_hurry(serve, monkeypatch):
+    closing, close, seen = threading.Event(), SpecEngine.close, []
+
+    def slow(engine: SpecEngine) -> None:
+        closing.set()
+        wait_until(lambda: engine.flush_s < SpecEngine.flush_s)
+        seen.append(engine.flush_s)
+        close(engine)
+
+    monkeypatch.setattr(SpecEngine, "close", slow)
+    served = serve("cat", "dog", idle_unload_s=0.02)
+    assert post(served, model="cat").status_code == 200
+    assert closing.wait(patience.HANG_S)
+    monkeypatch.setattr(SpecEngine, "close", close)
+    assert post(served, model="cat").status_code == 200
+    assert seen == [model_pool.HURRY_S]
 
 
 def test_one_dead_engine_asks_for_the_end_and_the_others_go_on(serve):

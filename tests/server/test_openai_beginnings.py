@@ -2,6 +2,7 @@
 
 import json
 
+import openai
 import pytest
 
 from tests.support.cases import patience
@@ -266,3 +267,16 @@ def test_the_server_s_own_budget_holds_where_there_is_thinking(clients):
         content, thoughts, *_ = answered(clients(name), text)
         assert (thoughts + content).endswith("Yes.")
         assert "abcdefgh" in thoughts + content
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_a_form_goes_on_in_the_channel_that_the_template_began(clients, more):
+    form = {"type": "json_schema", "json_schema": {"name": "trip", "schema": CITY}}
+    for beginning in ('{"city":', ""):
+        text, *others = answered(clients("final channel"), "x", beginning, response_format=form, **more)
+        assert others == ["", [], "stop"]
+        assert json.loads(beginning + text).keys() == {"city", "days"}
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    for asked in ({"tools": TOOLS, "tool_choice": "required"}, {"tools": strict}):
+        with pytest.raises(openai.BadRequestError, match="calls cannot be held to a schema"):
+            answered(clients("final channel"), "x", "{", **asked)

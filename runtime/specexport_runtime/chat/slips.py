@@ -11,7 +11,7 @@ class InterruptHandler:
     """The handler of SIGINT while a user talks to a model.
 
     While a line is read the signal raises ``KeyboardInterrupt``. At other times the first one is kept for
-    :meth:`telling`, and the second one is the earlier handler's: the command ends.
+    :meth:`notify_on_interrupt`, and the second one is the earlier handler's: the command ends.
     """
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -79,7 +80,7 @@ class PrefixFolder:
         """How many of a text's tokens each file has that it can go on from, most first; the first counts as used."""
         found = []
         for name in names:
-            if name not in self._heads and (head := self._measure_curve_point(name, lambda _, *head: head)):
+            if name not in self._heads and (head := self._look_into(name, lambda _, *head: head)):
                 self._heads[name] = max(head[0]["rows"][0][1:3]), head[1]
             least, known = self._heads.get(name, (1, tokens[:0]))
             if (common := count_common(tokens, known)) >= max(least, 1):
@@ -95,7 +96,7 @@ class PrefixFolder:
 
     def read(self, name: str) -> StoredText | None:
         """A whole file; None if it is damaged or gone."""
-        return self._measure_curve_point(name, self._whole)
+        return self._look_into(name, self._whole)
 
     def write(self, scope: Scope, text: StoredText) -> int:
         """Write a text to a file; its bytes, 0 if it is larger than the folder may be. OSError if it fails."""
@@ -127,7 +128,7 @@ class PrefixFolder:
             made.update(part)
         return made.hexdigest()
 
-    def _measure_curve_point(self, name: str, use: Callable[[Any, Any, Int64Array], T]) -> T | None:
+    def _look_into(self, name: str, use: Callable[[Any, Any, Int64Array], T]) -> T | None:
         """What ``use`` makes of a file, its header and tokens; None if it is gone, or damaged: then it is removed."""
         path = self._path / name
         try:
@@ -185,8 +186,25 @@ def _secret_in(folder: Path) -> bytes:
     """The folder's secret, made if it has none; OSError if it is damaged, or others could have read it."""
     path = folder / "secret"
     if not path.exists():
-        replace_file(path, lambda file: file.write(secrets.token_bytes(_SECRET_BYTES)))
+        _make_secret(path)
     known, status = path.read_bytes(), path.stat()
     if len(known) != _SECRET_BYTES or not is_private(status) or (os.name == "posix" and status.st_mode & 0o077):
         raise PermissionError(0, "its file 'secret' is damaged, or others may read it: remove that file")
     return known
+
+
+def _make_secret(path: Path) -> None:
+    """Write a new secret; one that another engine wrote meanwhile stays, as its files have names by that."""
+    handle, made = tempfile.mkstemp(prefix=".secret.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_bytes(_SECRET_BYTES))
+        try:
+            os.link(made, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            os.replace(made, path)
+    finally:
+        with suppress(OSError):
+            os.unlink(made)

@@ -27,6 +27,7 @@ WORTH_WRITING = 1 / 4
 MAX_WAIT_S = 10.0
 """For a file; a disk that takes longer is of no use, and requests go on without it."""
 _IDLE_WAIT_S = 0.01
+_CLOSING_WAIT_S = 0.1
 
 
 class PrefixStore:
@@ -39,6 +40,7 @@ class PrefixStore:
         self._text: StoredText | None = None
         self._began = 0.0
         self._closing = threading.Event()
+        self._copying, self._has_rows = threading.Lock(), True  # the lock is held while rows are read
 
     def note_kept(self, count: int) -> None:
         """A text of so many tokens is kept, and may be written (decoding thread)."""
@@ -81,15 +83,20 @@ class PrefixStore:
         if self._asker is req:
             self._asker = self._text = None
 
-    def flush(self, seconds: float) -> None:
-        """Write whatever is not written yet, the newest first, while there is time; nothing is decoded any more."""
-        deadline = monotonic() + seconds
+    def flush(self, seconds: Callable[[], float]) -> None:
+        """Write whatever is not written yet, the newest first, while there is time; nothing is decoded any more.
+
+        ``seconds`` are asked for again before each text: they may become fewer. Rows are not read any more after this.
+        """
+        began = monotonic()
         self._closing.set()
-        if self._writer.is_alive():
-            self._writer.join(seconds)
+        while self._writer.is_alive() and (left := began + seconds() - monotonic()) > 0:
+            self._writer.join(min(left, _CLOSING_WAIT_S))
         for kept in sorted(self._kept.values(), key=lambda each: each.used, reverse=True):
-            if kept.unwritten != 0 and monotonic() < deadline:
+            if kept.unwritten != 0 and monotonic() < began + seconds():
                 self._write(kept, MIN_REUSED)
+        with self._copying:
+            self._has_rows = False
 
     def _read(self, req: Request, names: list[str], tokens: Int64Array, least: int) -> None:
         try:
@@ -135,8 +142,11 @@ class PrefixStore:
         placed, row = kept.placed, next((row for row, each in tuple(self._kept.items()) if each is kept), None)
         if row is None:
             return None
-        models = zip(self._memory.runners, self._memory.entries_of(row), strict=True)
-        text = StoredText(kept.tokens, [runner.take_copy(row, count) for runner, count in models])
+        with self._copying:
+            if not self._has_rows:  # the engine is closed, and the writer has waited for the disk
+                return None
+            models = zip(self._memory.runners, self._memory.entries_of(row), strict=True)
+            text = StoredText(kept.tokens, [runner.take_copy(row, count) for runner, count in models])
         return text if kept.placed == placed and self._kept.get(row) is kept else None
 
 

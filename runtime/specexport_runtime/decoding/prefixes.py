@@ -102,8 +102,8 @@ class KeptTexts(dict[int, KeptText]):
         """The row, none of ``but``, whose text is worth the least, and less than one without a row; None: none is."""
         worst, place = self.rank_text(homeless, None), None
         for at, kept in self.items():
-            if at not in but and not kept.is_pinned and (rank_text := self.rank_text(kept, at)) < worst:
-                worst, place = rank_text, at
+            if at not in but and not kept.is_pinned and (rank := self.rank_text(kept, at)) < worst:
+                worst, place = rank, at
         return place
 
 

@@ -204,11 +204,18 @@ class ChatDialect:
         choice = choice or ToolChoice()
         called = [each for each in functions if choice.mode != "none" and choice.name in (None, each.name)]
         calls = self._format_of(called)
-        if calls is None or (not called and answer is None):
+        is_said = calls is not None and bool(calls.said_after) and prompt.endswith(calls.said_after)
+        is_alone = is_said and answer is not None and choice.mode != "required"  # the form's end is that of the text
+        if calls is None or (not called and answer is None) or is_alone:
             return None if answer is None else self._after_thinking(answer, prompt, beginning)
         schema = None if answer is None or choice.mode == "required" else _get_answer_schema(answer, bool(called))
         grammar = CallGrammar(calls, self._style, self._tokenizer.token_to_id, self._eos)
         text = grammar.write(called, choice, schema)
+        if text is not None and is_said:
+            raise InvalidRequestError(
+                "the answer has begun in a channel in which calls cannot be held to a schema.",
+                "leave the tools out, or end with a message of the user.",
+            )
         return None if text is None else self._after_thinking(StructuredOutputs(grammar=text), prompt, beginning)
 
     def check_choice(self, functions: Sequence[Function], choice: ToolChoice) -> None:

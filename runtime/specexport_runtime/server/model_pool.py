@@ -47,6 +47,8 @@ LOADER = "specexport-load"
 """Name of the threads that open bundles."""
 PATIENCE_S = 30.0
 """How long a model waits for others to rest, if there is no memory for it beside them."""
+HURRY_S = 1.0
+"""For the prefixes of a model that is being closed, once a request waits for that."""
 RETRY_S = 5.0
 """After an opening that failed, until a request tries it again."""
 _log = logging.getLogger("specexport.server")
@@ -104,6 +106,7 @@ class ModelPool(ServerState):
         self._changed = asyncio.Event()  # set, and made anew, whenever room may have come
         self._reading = SideWork("specexport-models")
         self._ending: list[AsyncSpecEngine] = []
+        self._closing: dict[_Model, AsyncSpecEngine] = {}
 
     def _add(self, name: str, bundle: Path) -> None:
         manifest, asked = load_manifest(bundle), self._options.max_model_len
@@ -197,6 +200,8 @@ class ModelPool(ServerState):
                 raise unavailable_error("draining", "The server is shutting down.")
             if asyncio.get_running_loop().time() < model.retry_at:
                 raise unavailable_error(*_failed(model))
+            if model.phase == "closing":
+                self._closing[model].limit_flush(HURRY_S)
             model.change = model.change or asyncio.create_task(self._open(model))
             await asyncio.wait({change := model.change})
             if not change.cancelled() and (refusal := change.result()) is not None:
@@ -254,11 +259,13 @@ class ModelPool(ServerState):
                 await service.aclose(0)
             except Exception as error:
                 _log.error("Model %s could not be closed.", model.name, exc_info=error)
+            del self._closing[model]
             model.phase, model.change = "closed", None
             _log.info("Closed %s.", model.name)
             self._note_rest(model)
 
         service, model.phase = model.state.drop_engine(), "closing"
+        self._closing[model] = service
         model.change = asyncio.create_task(end())
 
     def _note_rest(self, model: _Model) -> None:
@@ -303,8 +310,8 @@ class ModelPool(ServerState):
         return all(await asyncio.gather(*[service.drain(timeout) for service in self._ending]))
 
     def limit_flush(self, seconds: float) -> None:
-        """See ``AsyncSpecEngine.limit_flush``; they are closed side by side."""
-        for service in self._ending:
+        """See ``AsyncSpecEngine.limit_flush``; they are closed side by side, and some may be already."""
+        for service in (*self._ending, *self._closing.values()):
             service.limit_flush(seconds)
 
     async def aclose(self, timeout: float | None = None) -> None:

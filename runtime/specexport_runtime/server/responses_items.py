@@ -74,7 +74,7 @@ class _SinglePartItem(OutputItem):
         self.where["content_index"] = 0
 
     def begin_events(self) -> Iterator[Told]:
-        """See ``OutputItem.begun``."""
+        """See ``OutputItem.begin_events``."""
         yield from super().begin_events()
         yield "response.content_part.added", {**self.where, "part": self._part()}
 
@@ -103,7 +103,7 @@ class MessageItem(_SinglePartItem):
         self.origins: LongList | None = None
 
     def append_delta(self, text: str) -> Told:
-        """See ``OutputItem.grown``."""
+        """See ``OutputItem.append_delta``."""
         kind, values = super().append_delta(text)
         return kind, values | {"logprobs": []}
 

@@ -28,6 +28,13 @@ SERVERS = {
     "trims": (PLAIN.replace("m.content", "m.content | trim"), (), {}),
     "thinks": (THINKS, MARKERS, {}),
     "qwen3": (QWEN3, MARKERS, {}),
+    "final channel": (  # as gpt-oss's own template writes what was said
+        TEMPLATES["openai"].replace(
+            "{%- else %}{{ '<|assistant|>' +", "{%- else %}{{ '<|assistant|><|channel|>final<|message|>' +"
+        ),
+        MARKERS,
+        {},
+    ),
     "thinks in text": (THINKS, (), {}),
     "always thinks": (THINKS.replace("enable_thinking is defined and not enable_thinking", "false"), MARKERS, {}),
     "thinks little": (THINKS, MARKERS, {"thinking_budget": 3}),

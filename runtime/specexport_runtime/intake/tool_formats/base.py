@@ -147,6 +147,7 @@ class ToolFormat(ABC):
     starts: ClassVar[str] = ""  # characters that begin an answer of calls without an opener; empty for none
     arguments_key: ClassVar[str] = "arguments"  # in a call that is one JSON object
     has_channels: ClassVar[bool] = False  # all of an answer is written in it, so that it is read without calls, too
+    said_after: ClassVar[str] = ""  # the end of a prompt after which text for the user follows, and no call can
     has_lists: ClassVar[bool] = False  # one opener is enough for several calls
     id_length: ClassVar[int] = 0  # letters and digits of a call's id, where templates insist; 0 for ids like OpenAI's
 

@@ -34,6 +34,7 @@ class Harmony(ToolFormat):
     signs = ("<|channel|>", "<|message|>")
     openers = (*_BORDERS, "to=functions.")
     has_channels = True
+    said_after = "<|channel|>final<|message|>"
 
     def read(self, feed: Feed, schemas: Schemas) -> Reading:
         """See ``ToolFormat.read``; the next message, with thoughts and text as well."""
