@@ -55,7 +55,7 @@ MUTANTS = {
         "chances.append(chance)",
     ),
     "tree: siblings are drawn with replacement": Mutant(
-        "sampling/tree.py", "tree draw_siblings",
+        "sampling/tree.py", "tree drawn_siblings",
         "rest[[token for token in tokens if token < len(rest)]] = 0.0",
         "pass",
     ),
