@@ -256,10 +256,10 @@ def test_requests_wait_for_their_model_alone_and_clients_may_leave(serve):
         wire.__exit__(None, None, None)
 
 
-def test_a_model_that_nobody_waits_for_any_more_opens_and_rests(serve):
+def test_a_model_that_nobody_waits_for_any_more_opens_and_rests(serve, caplog):
     opened = Opened()
     opened.held["cat"] = threading.Event()
-    served = serve("cat", opened=opened, idle_unload_s=0.05)
+    served = serve("cat", opened=opened, idle_unload_s=0.05, config=ServerConfig(thinking_budget=8))
     with Wire(served.port) as wire:
         wire.post(ASK | {"model": "cat"})
         wait_until(lambda: opened.names)
@@ -267,6 +267,8 @@ def test_a_model_that_nobody_waits_for_any_more_opens_and_rests(serve):
     opened.held["cat"].set()
     wait_until(lambda: served.pool._models["cat"].phase == "open")
     wait_until(lambda: served.pool._models["cat"].phase == "closed")
+    assert opened.names == ["cat"]
+    assert "--thinking-budget has no effect: this model (cat)" in caplog.text
 
 
 def test_a_request_that_waits_too_long_is_told_so(serve):

@@ -101,7 +101,8 @@ class ChatDialect:
         return text[max(0, at - 80) :] if at >= 0 and _KEY in text[at:] else ""
 
     @property
-    def _has_channels(self) -> bool:
+    def has_channels(self) -> bool:
+        """Whether every message of an answer names its channel: thinking is one of them."""
         return self.tool_format is not None and self.tool_format.has_channels
 
     @property
@@ -190,7 +191,7 @@ class ChatDialect:
         )
 
     def _format_of(self, called: Sequence[Function]) -> ToolFormat | None:
-        return self.check_tools() if called else self.tool_format if self._has_channels else None
+        return self.check_tools() if called else self.tool_format if self.has_channels else None
 
     def form(
         self,
@@ -237,7 +238,7 @@ class ChatDialect:
 
     def banned_tokens(self, functions: Sequence[Function]) -> tuple[int, ...]:
         """Ids of tokens with which calls begin; without them there are none, as far as calls have tokens."""
-        if not functions or self.tool_format is None or self._has_channels:
+        if not functions or self.tool_format is None or self.has_channels:
             return ()
         ids = (self._tokenizer.token_to_id(text) for text in self.tool_format.openers)
         return tuple(token for token in ids if token is not None)
@@ -274,7 +275,7 @@ class ChatDialect:
         where, _ = self._find_thinking_state(prompt, beginning)
         if where == "none" or self.thinking is None:
             return None
-        if self._has_channels:
+        if self.has_channels:
             raise InvalidRequestError(
                 "this model thinks in channels, which no single token begins.", "leave the budget out."
             )
@@ -301,7 +302,7 @@ class ChatDialect:
         return ThinkingBudget(max(num_tokens - used, 0), thinking)
 
     def _after_thinking(self, form: StructuredOutputs, prompt: str, beginning: str) -> StructuredOutputs:
-        thinking = None if self._has_channels else self.find_thinking(prompt, beginning)
+        thinking = None if self.has_channels else self.find_thinking(prompt, beginning)
         said = self._find_thinking_state(prompt, beginning)[1]
         return replace(form, thinking=thinking, beginning=said) if thinking is not None or said else form
 

@@ -1,6 +1,7 @@
 """From the body of a chat to its prompt and to the form of its answer: messages, tools, thinking."""
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from specexport_runtime.server.protocol import (
     join_text,
 )
 from specexport_runtime.server.structured import check_strict, read_form
+
+_log = logging.getLogger("specexport.server")
 
 
 def make_dialect(engine: SpecEngine, config: ServerConfig) -> ChatDialect:
@@ -145,12 +148,20 @@ def _budget(
         raise unsupported_error(param, f"{param}: {error}") from None
 
 
-def has_budgets(engine: SpecEngine, config: ServerConfig) -> bool:
-    """Whether the server's own budget of thinking ever holds: the model thinks, and a token ends that."""
+def warn_of_unused_budget(engine: SpecEngine, config: ServerConfig) -> None:
+    """Log that the server's own budget of thinking never holds for a model, if it has one and that is so."""
+    if config.thinking_budget is None:
+        return
     try:
-        return make_dialect(engine, config).end_of_thinking is not None
+        dialect = make_dialect(engine, config)
+        holds = dialect.end_of_thinking is not None and not dialect.has_channels
     except ApiError:
-        return False
+        holds = False
+    if not holds:
+        _log.warning(
+            "--thinking-budget has no effect: this model (%s) does not think, or no token ends its thinking.",
+            config.model_name,
+        )
 
 
 def read_prompt(

@@ -34,6 +34,7 @@ from specexport_runtime.executors.gpu import format_gib
 from specexport_runtime.intake.checks import check_adapter
 from specexport_runtime.metrics import EngineMetrics
 from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.server.conversation import warn_of_unused_budget
 from specexport_runtime.server.errors import ApiError, unavailable_error
 from specexport_runtime.server.models import no_such_model
 from specexport_runtime.server.parsing import parse_json
@@ -216,6 +217,7 @@ class ModelPool(ServerState):
             model.phase, began = "opening", clock()
             engine = await load_in_thread(partial(SpecEngine.load, model.bundle, self._options))
             model.state.use_engine(AsyncSpecEngine(engine, max_waiting=self.config.max_waiting))
+            warn_of_unused_budget(engine, model.state.config)
             model.phase = "open"
             _log.info("Opened %s in %.2f s.", model.name, clock() - began)
         except Exception as error:

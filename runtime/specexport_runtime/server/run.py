@@ -15,7 +15,7 @@ from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.conversation import has_budgets
+from specexport_runtime.server.conversation import warn_of_unused_budget
 from specexport_runtime.server.listener import bind, format_url, loop_factory, make_http_server
 from specexport_runtime.server.log_format import log_config
 from specexport_runtime.server.model_pool import ModelPool, load_in_thread
@@ -85,8 +85,7 @@ class _ServerRun:
             self._app.state.server.draining = True
             return None
         engine = AsyncSpecEngine(loaded.result(), max_waiting=self._config.max_waiting)
-        if self._config.thinking_budget is not None and not has_budgets(engine.engine, self._config):
-            _log.warning("--thinking-budget has no effect: this model does not think, or no token ends its thinking.")
+        warn_of_unused_budget(engine.engine, self._config)
         self._app.state.server.use_engine(engine)
         _log.info("Serving %s at %s.", self._config.model_name, self._url)
         return engine
